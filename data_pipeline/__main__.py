@@ -73,6 +73,13 @@ def _build(parser: argparse.ArgumentParser) -> None:
         help="Store each record R times, with other overlays.",
     )
     add(
+        "--skip-bad",
+        metavar="N",
+        type=whole,
+        default=0,
+        help="Leave out up to N records that cannot be read (default: 0). DIR.bad.txt beside --out lists them.",
+    )
+    add(
         "--keep",
         action="store_true",
         help="For the dataset folder: keep the files as they are, of any size, and bring them to image_size (default: "

@@ -19,7 +19,7 @@ import logging
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Literal, cast
 
@@ -34,7 +34,7 @@ from data_pipeline.building.index_tars import describe_manifest, partial_path, w
 from data_pipeline.building.locks import LOCK_NAME, locked
 from data_pipeline.building.pool import run_all
 from data_pipeline.building.tar_scan import ScanInputs, mean_and_std
-from data_pipeline.building.workers import BuildPlan, MadeTar, content_digests, make_tar
+from data_pipeline.building.workers import BuildPlan, MadeTar, Unreadable, content_digests, make_tar
 from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.options import Options
 from data_pipeline.core.progress import Progress
@@ -42,7 +42,7 @@ from data_pipeline.core.randomness import generator, shuffled_in_rounds
 from data_pipeline.core.validation import describe
 from data_pipeline.overlays import NOTHING_GIVEN, Overlay, PixelOverlay, Shape, baked_keys
 from data_pipeline.overlays.registry import kind_of, save_overlay
-from data_pipeline.sources import Source, labels_of
+from data_pipeline.sources import Source, first_record, labels_of
 from data_pipeline.sources.folder import PictureFiles
 from data_pipeline.sources.silence import SilenceSource
 from data_pipeline.storage.locations import MANIFEST_NAME, PICTURE_FIELDS
@@ -64,7 +64,7 @@ from data_pipeline.storage.write import picture_field
 
 logger = logging.getLogger(__name__)
 
-_NUM_NAMED = 3  # files in a warning
+_NUM_NAMED, _NUM_BAD_NAMED = 3, 10  # files in a warning, and bad records in a sentence
 _NUM_MEASURED, _NUM_MEASURED_AT_ONCE = 2_000, 100  # samples of the mean and std, if not of all samples
 
 
@@ -91,6 +91,7 @@ def build_dataset(
     keep: bool = False,
     num_samples_per_shard: int = NUM_SAMPLES_PER_SHARD,
     num_workers: int = 1,
+    skip_bad: int = 0,
     source: str | None = None,
     root: Path | None = None,
     source_options: Options = NOTHING_GIVEN,
@@ -100,8 +101,8 @@ def build_dataset(
 
     `limit` bounds the number of records. Each record is stored `repeats` times, each time with another draw. `overlay`
     says when the overlay is drawn: `baked` into the tars (the default), or `online`, at each reading. `keep` stores the
-    files of a folder as they are. `open_dataset` explains the rest. Raises `UserError` if the input is wrong, or if
-    `directory` holds something else.
+    files of a folder as they are. Up to `skip_bad` records that cannot be read are left out; `DIR.bad.txt` lists all.
+    `open_dataset` explains the rest. Raises `UserError` if the input is wrong, or if `directory` holds something else.
     """
     if not directory.name:
         raise UserError(f"--out {directory} does not name a new folder; give a name, such as --out {directory}/data")
@@ -130,23 +131,59 @@ def build_dataset(
             limit=limit,
             source_options=dict(ingredients.source_options),
         )
-        plan = _plan(
-            ingredients,
-            how_made,
-            directory.with_name(f"{directory.name}.partial"),
-            drawn=overlay,
-            keep=keep,
-            num_samples_per_shard=num_samples_per_shard,
-        )
-        if _is_taken(directory):
-            return _check_finished(directory, plan, num_workers=num_workers)
-        with _whole_or_nothing(directory, plan.scan.directory):
-            tars = _make_tars(plan, title=f"building {directory.name}", num_workers=num_workers)
-            return _write_index(plan, tars)
+        bad: Unreadable = {}
+        with suppress(OSError):
+            _listing(directory).unlink()  # of an earlier build
+        while True:
+            plan = _plan(
+                ingredients,
+                how_made,
+                directory.with_name(f"{directory.name}.partial"),
+                without=bad,
+                drawn=overlay,
+                keep=keep,
+                num_samples_per_shard=num_samples_per_shard,
+            )
+            try:
+                if _is_taken(directory):
+                    return _check_finished(directory, plan, num_workers=num_workers)
+                with _whole_or_nothing(directory, plan.scan.directory):
+                    tars = _make_tars(plan, title=f"building {directory.name}", num_workers=num_workers)
+                    return _write_index(plan, tars)
+            except _UnreadableError as error:
+                bad |= error.records
+                _leave_out(bad, directory, skip_bad=skip_bad)
     except ValidationError as error:
         raise UserError(
             f"{dataset} cannot be built from this input: {describe(error)}; change that in the source"
         ) from None
+
+
+class _UnreadableError(Exception):
+    """All records of a plan that cannot be read."""
+
+    def __init__(self, records: Unreadable) -> None:
+        super().__init__(records)
+        self.records = records
+
+
+def _listing(directory: Path) -> Path:
+    return directory.with_name(f"{directory.name}.bad.txt")
+
+
+def _leave_out(bad: Unreadable, directory: Path, *, skip_bad: int) -> None:
+    """List bad records in a file, and warn of them. Raises `UserError` if there are more than `skip_bad`."""
+    listing = _listing(directory)
+    reasons = [bad[number].removesuffix("; mend or remove it") for number in sorted(bad)]
+    listing.parent.mkdir(parents=True, exist_ok=True)
+    listing.write_text("".join(f"{reason}\n" for reason in reasons), errors="surrogateescape")
+    said = f"{'; '.join(reasons[:_NUM_BAD_NAMED])}{'; ...' if len(reasons) > _NUM_BAD_NAMED else ''}; see {listing}"
+    if len(bad) > skip_bad:
+        raise UserError(
+            f"{len(bad)} records cannot be used: {said}, which lists all; mend or remove them, or leave them out with "
+            f"--skip-bad {len(bad)}"
+        )
+    logger.warning("left out %d records that cannot be used: %s", len(bad), said)
 
 
 def _check_drawn(dataset: str, *, drawn: str | None, repeats: int) -> None:
@@ -166,6 +203,7 @@ def _plan(
     how_made: HowMade,
     unfinished: Path,
     *,
+    without: Unreadable,
     drawn: str | None,
     keep: bool,
     num_samples_per_shard: int,
@@ -177,7 +215,12 @@ def _plan(
         raise UserError("--keep stores pictures as they are; leave out --repeats, and draw with `--overlay online`")
     columns = labels_of(source)
     to_balance = next(iter(columns.values())).label_N if columns else source.labels
-    order = shuffled_in_rounds(to_balance, generator(seed, f"order {split}"))[:limit]
+    used = np.setdiff1d(np.arange(len(to_balance)), list(without))
+    order = used[shuffled_in_rounds(to_balance[used], generator(seed, f"order {split}"))][:limit]
+    if without:
+        how_made = how_made.model_copy(
+            update={"source": f"{how_made.source}, without {len(without)} records that cannot be read"}
+        )
     entry = None
     if overlay is not None:
         of_pixels = overlay if isinstance(overlay, PixelOverlay) else None
@@ -217,15 +260,21 @@ def _batch_entry(
 
     Mean and std are of the first samples.
     """
-    height, width, num_channels = source[int(order[0])].content.shape
+    height, width, num_channels = first_record(source, order.tolist()).content.shape
     shape = overlay.output_shape((num_channels, height, width))
     if drawn != "online" or shape == (num_channels, height, width):
         return None
     totals = Totals()
     columns = labels_of(source)
     for start in range(0, min(_NUM_MEASURED, len(order)), _NUM_MEASURED_AT_ONCE):
-        numbers_B = order[start : min(start + _NUM_MEASURED_AT_ONCE, _NUM_MEASURED)]
-        pictures_BHWC = np.stack([source[number].content for number in numbers_B.tolist()])
+        contents = {}
+        for number in order[start : min(start + _NUM_MEASURED_AT_ONCE, _NUM_MEASURED)].tolist():
+            with suppress(UserError):  # it is named when the tars are made, and the plan is made again without it
+                contents[number] = source[number].content
+        if not contents:
+            continue
+        numbers_B = np.array(list(contents), dtype=np.int64)
+        pictures_BHWC = np.stack([*contents.values()])
         labels = {name: torch.from_numpy(column.label_N[numbers_B]) for name, column in columns.items()}
         keys = baked_keys(torch.arange(start, start + len(numbers_B)), seed=0, split=split)
         overlaid = overlay(torch.from_numpy(pictures_BHWC).permute(0, 3, 1, 2), keys, labels)
@@ -253,15 +302,20 @@ def _labels(source: Source, overlay: Overlay | None) -> dict[str, LabelEntry]:
 def _make_tars(plan: BuildPlan, *, title: str, num_workers: int) -> list[MadeTar]:
     """Write all tars."""
     tars = []
-    made = run_all(make_tar, plan, range(plan.num_shards), num_workers=num_workers)
+    made, bad = run_all(make_tar, plan, range(plan.num_shards), num_workers=num_workers), Unreadable()
     counts, examples = Counter[str](), dict[str, list[str]]()
     with closing(made), Progress(title, total=plan.num_samples) as progress:
         for tar in made:
+            if isinstance(tar, dict):
+                bad |= tar
+                continue
             tars.append(tar)
             for remark, files in tar.files_of_remark.items():
                 counts[remark] += len(files)
                 examples[remark] = (examples.get(remark, []) + files)[:_NUM_NAMED]
             progress.advance(tar.scanned.num_samples)
+    if bad:
+        raise _UnreadableError(bad)
     for remark, files in examples.items():
         logger.warning("%d of %d files: it %s (%s)", counts[remark], len(plan.order), remark, ", ".join(files))
     return tars
@@ -305,7 +359,7 @@ def _write_index(plan: BuildPlan, tars: list[MadeTar]) -> Manifest:
 
 def _stored_shape(source: Source, baked: Overlay | None, order: NDArray[np.int64]) -> Shape:
     """Return channels, height and width of the stored pictures."""
-    height, width, num_channels = source[int(order[0])].content.shape
+    height, width, num_channels = first_record(source, order.tolist()).content.shape
     shape = (num_channels, height, width)
     return baked.output_shape(shape) if isinstance(baked, PixelOverlay) else shape
 
@@ -329,16 +383,30 @@ def _check_finished(directory: Path, plan: BuildPlan, *, num_workers: int) -> Ma
         "number of shards": (manifest.num_shards, plan.num_shards),
     }
     del before_and_now["source_sha256"]
-    for what, (before, now) in before_and_now.items():
-        if before != now:
-            raise UserError(f"{directory} was built with {what} {before}, not {now}; {other}")
-    if not plan.keeps_files:
-        starts = range(0, len(plan.order), NUM_SAMPLES_PER_SHARD)
-        slices = [plan.order[start : start + NUM_SAMPLES_PER_SHARD] for start in starts]
-        with closing(run_all(content_digests, plan, slices, num_workers=num_workers)) as digests:
-            if manifest.how_made.source_sha256 != _source_sha256(plan, digests):
-                raise UserError(f"{directory} was built from other data; {other}")
+    differs = [what for what, (before, now) in before_and_now.items() if before != now]
+    is_read = not plan.keeps_files and not {*differs} - {"source", "number of samples", "number of shards"}
+    digests = _digests(plan, num_workers=num_workers) if is_read else []  # raises if some records are to be left out
+    for what in differs:
+        before, now = before_and_now[what]
+        raise UserError(f"{directory} was built with {what} {before}, not {now}; {other}")
+    if is_read and manifest.how_made.source_sha256 != _source_sha256(plan, digests):
+        raise UserError(f"{directory} was built from other data; {other}")
     return manifest
+
+
+def _digests(plan: BuildPlan, *, num_workers: int) -> list[bytes]:
+    starts = range(0, len(plan.order), NUM_SAMPLES_PER_SHARD)
+    slices = [plan.order[start : start + NUM_SAMPLES_PER_SHARD] for start in starts]
+    digests, bad = list[bytes](), Unreadable()
+    with closing(run_all(content_digests, plan, slices, num_workers=num_workers)) as found:
+        for each in found:
+            if isinstance(each, dict):
+                bad |= each
+            else:
+                digests.append(each)
+    if bad:
+        raise _UnreadableError(bad)
+    return digests
 
 
 @contextmanager
@@ -376,6 +444,7 @@ def run(args: argparse.Namespace) -> None:
         keep=args.keep,
         num_samples_per_shard=args.samples_per_shard,
         num_workers=args.workers,
+        skip_bad=args.skip_bad,
         source=args.source,
         root=args.root,
         source_options=dict(args.source_option),

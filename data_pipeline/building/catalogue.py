@@ -29,7 +29,16 @@ from data_pipeline.overlays import NOTHING_GIVEN, Overlay, OverlayInputs, PixelO
 from data_pipeline.overlays.noise import Noise, NoiseOptions
 from data_pipeline.overlays.registry import NAMES as OVERLAY_NAMES
 from data_pipeline.overlays.registry import OVERLAYS, find_overlay
-from data_pipeline.sources import SoundKind, SoundSource, Source, SourceInputs, SourceKind, background, labels_of
+from data_pipeline.sources import (
+    SoundKind,
+    SoundSource,
+    Source,
+    SourceInputs,
+    SourceKind,
+    background,
+    first_record,
+    labels_of,
+)
 from data_pipeline.sources.procedural_speech import ProceduralSpeech
 from data_pipeline.sources.registry import NAMES as SOURCE_NAMES
 from data_pipeline.sources.silence import SPEECH, SilenceSource
@@ -127,7 +136,7 @@ def _open_pictures(name: str, given: SourceInputs, overlay: str | None, options:
     opened = kind.open(given)
     drawn: PixelOverlay | None = None
     if overlay is not None:
-        height, width, num_channels = opened[0].content.shape
+        height, width, num_channels = first_record(opened, range(len(opened.labels))).content.shape
         drawn = open_picture_overlay(
             OverlayInputs(
                 name=overlay,

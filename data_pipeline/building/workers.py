@@ -92,8 +92,11 @@ class MadeTar:
     files_of_remark: Mapping[str, list[str]]
 
 
-def make_tar(plan: BuildPlan, number: int) -> MadeTar:
-    """Write the tar of a number and scan it."""
+Unreadable = dict[int, str]  # the numbers of records that their source cannot read, with the error of each
+
+
+def make_tar(plan: BuildPlan, number: int) -> MadeTar | Unreadable:
+    """Write the tar of a number and scan it; or return all of its records that cannot be read, if there are any."""
     path = plan.scan.directory.absolute() / shard_name(number)
     first_index = number * plan.num_samples_per_shard
     index_B = np.arange(first_index, min(first_index + plan.num_samples_per_shard, plan.num_samples))
@@ -110,7 +113,12 @@ def make_tar(plan: BuildPlan, number: int) -> MadeTar:
             totals += Totals.of(sample.content)
             yield encode(sample, plan.classes, sample_rate=plan.ingredients.sample_rate, file=record.file)
 
-    write_shard(_kept_files(plan, index_B) if plan.keeps_files else drawn(), path, first_index=first_index)
+    try:
+        write_shard(_kept_files(plan, index_B) if plan.keeps_files else drawn(), path, first_index=first_index)
+    except ValueError:
+        if unreadable := _unreadable(plan, plan.order[index_B % len(plan.order)]):
+            return unreadable
+        raise
     scanned = scan_tar(plan.scan, TarTask(number, str(path)), is_built=True)
     if scanned.num_samples != len(index_B):
         num = len(index_B) - scanned.num_samples
@@ -181,6 +189,20 @@ def _overlaid(
     ]
 
 
-def content_digests(plan: BuildPlan, numbers: NDArray[np.int64]) -> bytes:
-    """Return the digests of the contents of some records, end to end."""
-    return b"".join(content_digest(plan.ingredients.source[number].content) for number in numbers.tolist())
+def content_digests(plan: BuildPlan, numbers: NDArray[np.int64]) -> bytes | Unreadable:
+    """Return the digests of the contents of some records, end to end; or all that cannot be read, if there are any."""
+    try:
+        return b"".join(content_digest(plan.ingredients.source[number].content) for number in numbers.tolist())
+    except UserError:
+        return _unreadable(plan, numbers)
+
+
+def _unreadable(plan: BuildPlan, numbers: NDArray[np.int64]) -> Unreadable:
+    """Try each of some records, and return those that cannot be read."""
+    found: Unreadable = {}
+    for number in numbers.tolist():
+        try:
+            plan.ingredients.source[number]
+        except UserError as error:
+            found[number] = str(error)
+    return found

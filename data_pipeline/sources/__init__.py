@@ -10,7 +10,7 @@ not on the file system.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Protocol, TypeVar
@@ -18,6 +18,7 @@ from typing import ClassVar, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import SOURCE_OPTION, Options, parse_options
 from data_pipeline.core.sample import BASE, Record
 from data_pipeline.core.schema import Schema
@@ -75,6 +76,17 @@ def labels_of(source: Source) -> dict[str, LabelColumn]:
 def visible(folder: Path) -> list[Path]:
     """Return what a folder holds, sorted by name, without hidden entries and the folder `__MACOSX` of a Mac's zip."""
     return sorted(path for path in folder.iterdir() if not path.name.startswith((".", "__MACOSX")))
+
+
+def first_record(source: Source, numbers: Iterable[int]) -> Record:
+    """Return the first of some records that can be read. Raises `UserError` if none can."""
+    reason = ""
+    for number in numbers:
+        try:
+            return source[number]
+        except UserError as error:
+            reason = reason or f": {error}"
+    raise UserError(f"no record can be used{reason or '; give a source that has some'}")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from data_pipeline.core.options import SOURCE_OPTION
 from data_pipeline.core.sample import BASE, NO_LABEL, Record
 from data_pipeline.core.schema import ImageSize, Schema
 from data_pipeline.core.value_range import ValueRange
-from data_pipeline.sources import LabelColumn, SourceInputs
+from data_pipeline.sources import LabelColumn, SourceInputs, first_record
 from data_pipeline.sources.files import Files, Names
 from data_pipeline.sources.picture_file import read_pixels
 from data_pipeline.sources.splits import SplitOptions, open_split
@@ -55,7 +55,9 @@ class PictureFiles:
         base = self.more_labels.pop(BASE, None)
         self.class_names: tuple[str, ...] = () if base is None else base.classes
         self.labels: NDArray[np.int64] = np.full(len(names), NO_LABEL) if base is None else base.label_N
-        self._shape = _decoded(files, names[0], image_size, value_range).shape
+        self._first, self._shape = "", tuple[int, ...]()
+        first = first_record(self, range(len(names)))
+        self._first, self._shape = first.file, first.content.shape
 
     def name(self, number: int) -> str:
         """Return the path of the file of a record below the root of the source."""
@@ -67,14 +69,15 @@ class PictureFiles:
 
     def __getitem__(self, number: int) -> Record:
         pixels = _decoded(self.files, self.name(number), self.image_size, self.value_range)
-        if pixels.shape != self._shape:
+        if self._shape and pixels.shape != self._shape:
+            first = self.files.root / self._first
             (height, width, num), (first_height, first_width, first_num) = pixels.shape, self._shape
             if num != first_num:
                 raise UserError(
-                    f"{self.path(number)} has {num} channels but {self.path(0)} has {first_num}; leave one kind out"
+                    f"{self.path(number)} has {num} channels but {first} has {first_num}; leave one kind out"
                 )
             raise UserError(
-                f"{self.path(number)} is {width}x{height} pixels but {self.path(0)} is {first_width}x{first_height}; "
+                f"{self.path(number)} is {width}x{height} pixels but {first} is {first_width}x{first_height}; "
                 f"bring all pictures to one size with {SOURCE_OPTION} image_size=N"
             )
         return Record(pixels, int(self.labels[number]), self.name(number))

@@ -108,8 +108,9 @@ def records_of(
 
     Nothing is drawn, and the words are empty, if `layout` says which records are in which split. Otherwise the share
     `test_share` of the records is the test split, spread over the classes, or over the groups of equal labels. It is
-    drawn by `in_test_split` from `content_of`, the decoded content of each record, which threads read. Without labels
-    and without a share, all records are for training.
+    drawn by `in_test_split` from `content_of`, the decoded content of each record, which threads read. Records that
+    cannot be read are in both splits, so that both builds name them. Without labels and without a share, all records
+    are for training.
 
     Raises `UserError` if `test_share` is missing or not needed, or if a split, or a class of a split, is empty.
     """
@@ -131,20 +132,33 @@ def records_of(
     columns = [label.label_N for label in layout.labels.values()] or [np.zeros(len(layout.names), dtype=np.int64)]
     _, group_N = np.unique(np.stack(columns), axis=1, return_inverse=True)
     digests: list[bytes] = []
+
+    def digest(name: str) -> bytes:
+        try:
+            return content_digest(content_of(name))
+        except UserError:  # the build of each split names it
+            return b""
+
     with (
         ThreadPoolExecutor(num_cores()) as pool,
         Progress(f"splitting {root.name} into train and test", total=len(layout.names)) as progress,
     ):
         for start in range(0, len(layout.names), _NUM_AT_ONCE):
             some = layout.names[start : start + _NUM_AT_ONCE]
-            digests += pool.map(lambda name: content_digest(content_of(name)), some)
+            digests += pool.map(digest, some)
             progress.advance(len(some))
-    in_test_N = in_test_split(
-        digests, group_N.reshape(-1), test_share=test_share, seed=seed, carry_rounding=not layout.has_class_folders
+    is_read_N = np.array([bool(each) for each in digests])
+    in_test_N = np.zeros(len(digests), dtype=bool)
+    in_test_N[is_read_N] = in_test_split(
+        list(filter(None, digests)),
+        group_N.reshape(-1)[is_read_N],
+        test_share=test_share,
+        seed=seed,
+        carry_rounding=not layout.has_class_folders,
     )
-    chosen = np.flatnonzero(in_test_N == (split == TEST))
+    chosen = np.flatnonzero((in_test_N == (split == TEST)) | ~is_read_N)
     _check_not_empty(layout, chosen, f"test_share={test_share} leaves", split)
-    num = f"{np.count_nonzero(in_test_N)} of {len(in_test_N)} {medium}s"
+    num = f"{np.count_nonzero(in_test_N)} of {np.count_nonzero(is_read_N)} {medium}s"
     return chosen, f", test share {test_share} ({num}) by seed {seed} and rule {_SPLIT_RULE}"
 
 

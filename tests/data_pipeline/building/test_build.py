@@ -12,6 +12,7 @@ import tarfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -326,18 +327,65 @@ def test_a_directory_with_something_else_in_it_is_left_alone(tmp_path: Path) -> 
     assert build_dataset("procedural", tmp_path / "empty", limit=10).num_samples == 10
 
 
+def damaged_folder(root: Path, *, num: int = 16) -> list[Path]:
+    """Write pictures of two classes; return those that are damaged, the very first among them."""
+    rng = np.random.default_rng(0)
+    for number in range(num):
+        path = root / str(number % 2) / f"{number:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(path)
+    damaged = [root / "0" / "00.png", root / "0" / "06.png", root / "1" / "13.png"]
+    for path, content in zip(damaged, (b"", b"<html>404</html>", damaged[2].read_bytes()[:900]), strict=True):
+        path.write_bytes(content)
+    return damaged
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_picture_that_does_not_decode_leaves_nothing(num_workers: int, tmp_path: Path) -> None:
-    for number in range(8):
-        folder = tmp_path / "root" / "train" / str(number % 2)
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (32, 32), (20 * number, 0, 0)).save(folder / f"{number}.png")
-    torn = folder / "7.png"
-    torn.write_bytes(torn.read_bytes()[:60])
-    arguments = {"root": tmp_path / "root", "num_samples_per_shard": 2, "num_workers": num_workers}
-    with pytest.raises(UserError, match=r"1/7\.png cannot be read, because it does not decode"):
-        build_dataset("folder_shapes", tmp_path / "out", **arguments)  # type: ignore[arg-type]
-    assert names(tmp_path) == ["root"]
+@pytest.mark.parametrize("dataset", ["folder", "folder_shapes", "folder_bits"])
+def test_all_bad_records_are_named_at_once_and_may_be_left_out(
+    dataset: str, num_workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A build without them is that of the folder from which they were removed, to the byte."""
+    damaged = damaged_folder(tmp_path / "root")
+    online = {"overlay": "online"} if dataset == "folder_bits" else {}
+    arguments: dict[str, Any] = {"num_samples_per_shard": 2, "source_options": {"test_share": 0.25}, **online}
+    bad = {**arguments, "root": tmp_path / "root", "num_workers": num_workers}
+    with pytest.raises(UserError) as told:
+        build_dataset(dataset, tmp_path / "out", skip_bad=2, **bad)
+    assert str(told.value).startswith("3 records cannot be used: ")
+    assert str(told.value).endswith("mend or remove them, or leave them out with --skip-bad 3")
+    assert names(tmp_path) == ["out.bad.txt", "root"]
+    lines = (tmp_path / "out.bad.txt").read_text().splitlines()
+    assert [line.partition(" cannot be read, because ")[0] for line in lines] == list(map(str, damaged))
+    assert all(line in str(told.value) for line in lines)
+    built = {}
+    for split in ("train", "test"):
+        built[split] = build_dataset(dataset, tmp_path / split, split=split, skip_bad=3, **bad)
+        assert built[split].how_made.source.endswith(", without 3 records that cannot be read")
+        assert caplog.messages[-1].startswith("left out 3 records that cannot be used: ")
+    assert build_dataset(dataset, tmp_path / "train", skip_bad=3, **bad) == built["train"]
+    with pytest.raises(UserError, match="3 records cannot be used"):
+        build_dataset(dataset, tmp_path / "train", **bad)
+    for path in damaged:
+        path.unlink()
+    for split in ("train", "test"):
+        whole = build_dataset(dataset, tmp_path / "whole" / split, split=split, root=tmp_path / "root", **arguments)
+        assert whole.how_made.source_sha256 == built[split].how_made.source_sha256
+        tars = {name: content for name, content in contents(tmp_path / split).items() if name.endswith(".tar")}
+        assert {name: contents(tmp_path / "whole" / split)[name] for name in tars} == tars
+        assert (whole.mean, whole.std, whole.overlay) == (built[split].mean, built[split].std, built[split].overlay)
+    with pytest.raises(UserError, match=r"was built with source .*, without 3 records"):
+        build_dataset(dataset, tmp_path / "train", skip_bad=3, **bad)
+
+
+def test_others_take_the_places_of_bad_records_within_the_limit(tmp_path: Path) -> None:
+    damaged_folder(tmp_path / "root")
+    arguments: dict[str, Any] = {"root": tmp_path / "root", "source_options": {"test_share": 0.25}, "skip_bad": 3}
+    assert build_dataset("folder", tmp_path / "out", limit=8, **arguments).num_samples == 8
+    for path in (tmp_path / "root").rglob("*.png"):
+        path.write_bytes(b"")
+    with pytest.raises(UserError, match=r"no record can be used: .*00\.png cannot be read, because it "):
+        build_dataset("folder", tmp_path / "none", **arguments)
 
 
 def holders(partial: Path) -> set[int]:

@@ -54,7 +54,6 @@ WAITING = {
     *("webdataset_with_cls", "webdataset_with_json"),
     *("tar_of_class_folders", "one_tar_a_class", "tar_of_tars_as_imagenet", "keys_with_dots", "gnu_sparse_tar"),
     *("pax_tar_with_long_names", "tar_of_sounds", "compressed_tar", "audiomnist", "free_spoken_digits"),
-    "some_damaged",
 }
 
 
