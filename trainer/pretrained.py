@@ -16,7 +16,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import safetensors
@@ -54,6 +53,7 @@ from trainer.run_dir import RunDir, open_run, read_object
 EXPORT_SUFFIX = ".safetensors"
 HEADER_KEY = "encoder_export"
 HUB_WEIGHTS = "model.safetensors"  # the name that the Hub expects
+_OF_THE_HUB: Final = (HUB_WEIGHTS, "pytorch_model.bin")
 _OF_TIMM: Final = "timm:"
 
 
@@ -238,8 +238,7 @@ def _read_weights(config: EncoderConfig) -> TrainedWeights:
         return weights_of_timm(config.name, in_channels=config.in_channels, options=config.options)
     if path is None:
         return weights_of_torchvision(str(config.weights).removeprefix(TORCHVISION))
-    if (path / HUB_WEIGHTS).is_file():
-        path /= HUB_WEIGHTS
+    path = next((path / name for name in _OF_THE_HUB if (path / name).is_file()), path)
     if path.is_dir():
         checkpoint = re.fullmatch("step_([0-9]+)", path.name)
         run_dir, step = (path, None) if checkpoint is None else (path.parent.parent, int(checkpoint[1]))
@@ -253,7 +252,7 @@ def _facts_beside(path: Path) -> Mapping[str, Any]:
     if path.suffix == EXPORT_SUFFIX and (header := _header(path)) is not None:
         return dict(header["encoder"])
     config = path.with_name("config.json")
-    if path.name != HUB_WEIGHTS or not config.is_file():
+    if path.name not in _OF_THE_HUB or not config.is_file():
         return {}
     return dict(read_object(config, mend="fetch the directory again").get("pretrained_cfg", {}))
 
@@ -262,35 +261,23 @@ class _Section(Schema):
     encoder: EncoderConfig
 
 
-def open_network(text: str, *, settings: Mapping[str, Any] = MappingProxyType({})) -> nn.Module:
-    """Return a network of others from pictures (B, C, H, W) in [0, 1] to rows (B, D), on the CPU in eval mode.
+def open_network(text: str) -> nn.Module:
+    """Return a network with its pretrained weights, from pictures (B, C, H, W) in [0, 1] to rows (B, D).
 
-    It normalises them itself. `text` is one of
-
-    - "timm:NAME", with timm's pretrained weights, or "torchvision:NAME", see `weights_of_torchvision`. Pictures of any
-      size are resized to the size of the weights.
-    - the path of a state dict. `settings` of the section `encoder` then name its `kind`, `mean` and `std`. Returns an
-      `Encoder`.
-
-    Raises `UserError` if there is no such network, or if the weights do not fit it.
+    `text` is "timm:NAME", or "torchvision:NAME" of a ResNet (see `weights_of_torchvision`). The network resizes
+    pictures to the size of its weights, and normalises them. It is on the CPU in eval mode. Raises `UserError` if there
+    is none.
     """
-    values: dict[str, Any] = {"weights": text}
     if text.startswith(_OF_TIMM):
         values = {"kind": "timm", "name": text.removeprefix(_OF_TIMM), "weights": TIMM}
-    elif text.startswith(TORCHVISION):
-        values["kind"] = text.removeprefix(TORCHVISION).partition("_")[0].lower()
-    elif "kind" not in settings:
-        raise UserError(f"{text} does not say which network its weights are of; name it by encoder.kind")
-    config = _Section.parse({"encoder": values | dict(settings)}, where=text).encoder
+    else:
+        values = {"kind": text.removeprefix(TORCHVISION).partition("_")[0].lower(), "weights": text}
+    config = _Section.parse({"encoder": values}, where=text).encoder
     weights = read_weights(config)
     with torch.random.fork_rng(devices=[]):
         encoder = build_encoder(config, normalization=weights.normalization).eval()
-    if encoder.normalization is None:
-        raise UserError(f"{text} does not say by which mean and std pictures are normalised; set encoder.mean and std")
-    load_start(encoder)
+    _take(encoder, weights)
     encoder.head = nn.Identity()
-    if weights.image_size is None:
-        return encoder
     from torchvision.transforms import Resize  # takes as long to import as torch
 
     return nn.Sequential(Resize(weights.image_size), encoder)

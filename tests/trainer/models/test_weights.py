@@ -13,12 +13,11 @@ import torchvision
 from torch import Tensor, nn
 
 from data_pipeline.core.errors import UserError
-from trainer.models import ResNetConfig
+from trainer.models import Encoder, ResNetConfig, build_encoder
 from trainer.models.weights import TrainedWeights, fit, read_tensors
-from trainer.pretrained import open_network
+from trainer.pretrained import load_start, open_network
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
-SETTINGS = {"kind": "resnet18", "mean": MEAN, "std": STD}
 PICTURES = torch.rand(3, 3, 64, 64, generator=torch.Generator().manual_seed(1))
 SMALL = PICTURES[..., :32, :32]
 
@@ -32,6 +31,12 @@ def moved(network: Any) -> Any:
 
 def resnet18() -> Any:
     return moved(torchvision.models.resnet18())
+
+
+def begun_with(path: Path, *, kind: Any = "resnet18") -> Encoder:
+    encoder = build_encoder(ResNetConfig(kind=kind, mean=MEAN, std=STD, weights=str(path)))
+    load_start(encoder)
+    return encoder.eval()
 
 
 def with_prefixes(state: Mapping[str, Tensor], *prefixes: str) -> dict[str, Tensor]:
@@ -89,7 +94,7 @@ def test_the_checkpoint_of_a_library_gives_the_features_of_its_network(
     network, path = resnet18(), tmp_path / name
     save = safetensors.torch.save_file if path.suffix == ".safetensors" else torch.save
     save(contents(network), path)
-    encoder: Any = open_network(str(path), settings=SETTINGS)
+    encoder = begun_with(path)
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (MEAN, STD))
     with torch.no_grad():
         expected = as_sequence(network)((PICTURES - mean) / std).flatten(1)
@@ -100,7 +105,7 @@ def test_a_small_resnet_of_lightly_fits_the_small_form(tmp_path: Path) -> None:
     """Its shortcuts have another name than torchvision's, and it has no layers for ReLU and pooling."""
     generator = pytest.importorskip("lightly.models").ResNetGenerator("resnet-18")
     torch.save(as_sequence(moved(generator)).state_dict(), tmp_path / "a.pt")
-    encoder: Any = open_network(str(tmp_path / "a.pt"), settings=SETTINGS | {"kind": "resnet18_small"})
+    encoder = begun_with(tmp_path / "a.pt", kind="resnet18_small")
     generator.linear = nn.Identity()
     with torch.no_grad():
         x = encoder.normalise(SMALL)  # its forward pass pools a map of 4 x 4
@@ -152,7 +157,7 @@ def test_files_that_are_no_weights_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             read_tensors(paths[name])
     with pytest.raises(UserError, match="holds no tensor of the encoder"):
-        open_network(str(paths["empty.pt"]), settings=SETTINGS)
+        begun_with(paths["empty.pt"])
 
 
 def test_the_hash_is_that_of_the_tensors_with_their_names() -> None:
