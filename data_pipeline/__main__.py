@@ -155,7 +155,7 @@ def _index(parser: argparse.ArgumentParser) -> None:
         "--skip-bad",
         metavar="N",
         type=whole,
-        help="Decode every picture, list those that do not decode, and leave up to N of them out of the index.",
+        help="Decode every picture, and leave out up to N that do not decode. DIR.bad.txt beside the index lists them.",
     )
     _add_workers(parser)
 

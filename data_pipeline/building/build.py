@@ -28,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from data_pipeline.building.bad_records import forget_bad, leave_out
 from data_pipeline.building.catalogue import DATASETS, Ingredients, labels_of_overlay, open_dataset
 from data_pipeline.building.datasets import NUM_SAMPLES_PER_SHARD, OVERLAY_MODES, TAR_PICTURE_SIZE
 from data_pipeline.building.index_tars import describe_manifest, partial_path, write_index
@@ -64,7 +65,7 @@ from data_pipeline.storage.write import picture_field
 
 logger = logging.getLogger(__name__)
 
-_NUM_NAMED, _NUM_BAD_NAMED = 3, 10  # files in a warning, and bad records in a sentence
+_NUM_NAMED = 3  # files in a warning
 _NUM_MEASURED, _NUM_MEASURED_AT_ONCE = 2_000, 100  # samples of the mean and std, if not of all samples
 
 
@@ -132,8 +133,7 @@ def build_dataset(
             source_options=dict(ingredients.source_options),
         )
         bad: Unreadable = {}
-        with suppress(OSError):
-            _listing(directory).unlink()  # of an earlier build
+        forget_bad(directory)
         while True:
             plan = _plan(
                 ingredients,
@@ -152,7 +152,8 @@ def build_dataset(
                     return _write_index(plan, tars)
             except _UnreadableError as error:
                 bad |= error.records
-                _leave_out(bad, directory, skip_bad=skip_bad)
+                reasons = [bad[number].removesuffix("; mend or remove it") for number in sorted(bad)]
+                leave_out(reasons, directory, skip_bad=skip_bad)
     except ValidationError as error:
         raise UserError(
             f"{dataset} cannot be built from this input: {describe(error)}; change that in the source"
@@ -165,25 +166,6 @@ class _UnreadableError(Exception):
     def __init__(self, records: Unreadable) -> None:
         super().__init__(records)
         self.records = records
-
-
-def _listing(directory: Path) -> Path:
-    return directory.with_name(f"{directory.name}.bad.txt")
-
-
-def _leave_out(bad: Unreadable, directory: Path, *, skip_bad: int) -> None:
-    """List bad records in a file, and warn of them. Raises `UserError` if there are more than `skip_bad`."""
-    listing = _listing(directory)
-    reasons = [bad[number].removesuffix("; mend or remove it") for number in sorted(bad)]
-    listing.parent.mkdir(parents=True, exist_ok=True)
-    listing.write_text("".join(f"{reason}\n" for reason in reasons), errors="surrogateescape")
-    said = f"{'; '.join(reasons[:_NUM_BAD_NAMED])}{'; ...' if len(reasons) > _NUM_BAD_NAMED else ''}; see {listing}"
-    if len(bad) > skip_bad:
-        raise UserError(
-            f"{len(bad)} records cannot be used: {said}, which lists all; mend or remove them, or leave them out with "
-            f"--skip-bad {len(bad)}"
-        )
-    logger.warning("left out %d records that cannot be used: %s", len(bad), said)
 
 
 def _check_drawn(dataset: str, *, drawn: str | None, repeats: int) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.audio.sound_file import SUFFIXES
+from data_pipeline.building.bad_records import forget_bad, leave_out
 from data_pipeline.building.catalogue import labels_of_overlay, open_picture_overlay
 from data_pipeline.building.datasets import TAR_PICTURE_SIZE
 from data_pipeline.building.locks import locked
@@ -122,7 +123,9 @@ def make_index(
                 progress.advance(note=f"{num_samples} samples")
                 for problem in tar.problems:
                     logger.warning("%s %s", tar.path, problem)
-        _check_bad([f"{tar.path}: {reason}" for tar in tars for reason in tar.bad], skip_bad)
+        forget_bad(out)
+        if bad := [printable(f"{Path(tar.path).name}: {reason}") for tar in tars for reason in tar.bad]:
+            leave_out(bad, out, skip_bad=skip_bad or 0)
         found = _found_labels(location, tars, fields, classes_of=classes_of)
         labels = {name: LabelEntry(title=name, classes=classes.names) for name, classes in found.items()}
         mean, std = mean_and_std(tars)
@@ -235,19 +238,6 @@ def _stored(path: str, out: Path) -> str:
 def partial_path(out: Path, name: str) -> Path:
     """Return the path of a file until `write_index` names it. A run may have the older file mapped into memory."""
     return out / f".{name}.partial"
-
-
-def _check_bad(bad: Sequence[str], skip_bad: int | None) -> None:
-    """Log each picture that does not decode. Raises `UserError` if there are more than `skip_bad`."""
-    for each in bad:
-        logger.warning("%s", printable(each))
-    if skip_bad is not None and len(bad) > skip_bad:
-        raise UserError(
-            f"{len(bad):,} pictures do not decode, which are listed above; copy them again, or leave them out with "
-            f"--skip-bad {len(bad)}"
-        )
-    if bad:
-        logger.warning("left out %d pictures that do not decode", len(bad))
 
 
 def _count_fields(tars: Sequence[ScannedTar]) -> Counter[str]:

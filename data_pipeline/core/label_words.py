@@ -91,7 +91,7 @@ def choose_classes(label: str, words: Collection[str], *, known: tuple[str, ...]
         shown = {word: _without_point(word) for word in shown}
     used = {*shown.values(), *(known or ())}
     negative = sorted((number, word) for word in used if (number := as_number(word)) is not None and number < 0)
-    is_gap = [word for _, word in negative] == ["-1"] and "-1" not in (known or ())
+    is_gap = "-1" in used and "-1" not in (known or ())
     is_gap &= all(word.isascii() and word.isdigit() for word in used - {"-1"})
     names = _names(used - {"-1"} if is_gap else used) if known is None else known
     numbers = {name: number for number, name in enumerate(names)} | ({"-1": NO_LABEL} if is_gap else {})
