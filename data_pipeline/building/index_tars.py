@@ -39,7 +39,6 @@ from data_pipeline.building.tar_scan import (
     ScanInputs,
     ScannedTar,
     TarTask,
-    are_numbered,
     mean_and_std,
     scan_tar,
     unread_label,
@@ -52,6 +51,7 @@ from data_pipeline.core.schema import check_label_name
 from data_pipeline.core.value_range import VALUE_RANGE, ValueRange
 from data_pipeline.overlays import OverlayInputs, PixelOverlay
 from data_pipeline.overlays.registry import kind_of, save_overlay
+from data_pipeline.sources.tar_files import are_numbered
 from data_pipeline.storage.index import HASHES_NAME, NUMBERS_NAME, SAMPLES_NAME, TIMES_NAME, labels_name
 from data_pipeline.storage.locations import MANIFEST_NAME, TARS_NAME, index_directory, is_remote, listed_tars
 from data_pipeline.storage.manifest import (

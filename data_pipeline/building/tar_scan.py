@@ -13,7 +13,7 @@ import json
 import re
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,10 +49,10 @@ _MAX_VALUES: Final = 10_000  # of what could be a label, that are kept for a tar
 _INCOMPLETE: Final = "samples without a picture, or with one of more than 268 MB, are left out"
 DOTTED: Final = "files are left out, because more than one dot is in their names; --key last-dot reads them"
 _LINKS: Final = "links are not read; store files in their place, with `tar --dereference`"
-_SPARSE: Final = "sparse files are left out, because the tar does not store their holes; pack them without `--sparse`"
+SPARSE: Final = "sparse files are left out, because the tar does not store their holes; pack them without `--sparse`"
 _NO_TAR: Final = "tars in the tars hold no whole file or are no plain tars; unpack them if they are compressed"
 _UNDECODED: Final = "of the pictures that were tried do not decode"
-_UNUSED: Final = "bytes behind the ends of tars, some cut short or damaged, are not used"
+UNUSED: Final = "bytes behind the ends of tars, some cut short or damaged, are not used"
 
 
 def unread_label(name: str) -> str:
@@ -253,19 +253,13 @@ def _tars_in(
 def _leave_out(contents: TarContents, left_out: LeftOut) -> None:
     left_out.add(_LINKS, num=contents.num_links)
     for name in contents.sparse:
-        left_out.add(_SPARSE, name)
-    left_out.add(_UNUSED, num=contents.num_unread)
+        left_out.add(SPARSE, name)
+    left_out.add(UNUSED, num=contents.num_unread)
 
 
 def name_of_tar(path: str) -> str:
     """Return the name of a tar without its folders and ending, in NFC: the label `tar` of its samples."""
     return normal(re.sub(r"\.tar$", "", path.rpartition("/")[2], flags=re.IGNORECASE))
-
-
-def are_numbered(names: Collection[str]) -> bool:
-    """Return whether names differ by a number alone, which counts them all."""
-    numbers = sorted({int(match[1]) for name in names if (match := re.search(r"(\d+)\D*$", name))})
-    return len(numbers) == len(names) == numbers[-1] - numbers[0] + 1 if numbers else False
 
 
 def _members(fields: Fields, of_sample: Mapping[str, TarMember], left_out: LeftOut) -> list[TarMember] | None:

@@ -29,18 +29,19 @@ from data_pipeline.sources.picture_file import (
 from data_pipeline.storage.locations import PICTURE_ENDINGS
 
 Fault = Literal["empty", "not one", "damaged", "truncated", "unreadable"]
-Finding = Literal["other name", "tiny", "constant", "silent", "short"]
+Finding = Literal["other name", "archive", "tiny", "constant", "silent", "short"]
 
 MIN_PIXELS: Final = 8  # of the shorter side of a picture
 _HEAD, _TAIL = 4096, 1 << 16  # bytes by which a format is known, and in which an end mark is searched first
 _DRAFT: Final = (64, 64)  # pixels of a JPEG that is decoded only to see whether it can be
 _SOUND: Final = re.compile(rb"(RIFF|RIFX|RF64).{4}WAVE|fLaC|OggS|ID3|FORM.{4}AIF|\xff[\xe2-\xfb]", re.DOTALL)
+_ARCHIVE: Final = "an archive"
 # What a file is that is neither a picture nor a sound, by its first bytes.
 _OTHERS: Final = {
     "a pointer of Git LFS": re.compile(rb"version https://git-lfs"),
     "a web page": re.compile(rb"\s*<(!doctype html|html)", re.IGNORECASE),
     "a video": re.compile(rb".{4}ftyp(?!avi|hei|hev|mif|msf)|\x1aE\xdf\xa3", re.DOTALL),
-    "an archive": re.compile(rb"PK\x03\x04|\x1f\x8b|.{257}ustar", re.DOTALL),
+    _ARCHIVE: re.compile(rb"PK\x03\x04|\x1f\x8b|.{257}ustar|7z\xbc\xaf|Rar!", re.DOTALL),
 }
 # The last bytes of a whole file. In the data of a JPEG no such bytes can stand.
 _END_MARKS: Final = {"JPEG": b"\xff\xd9", "JPEG2000": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
@@ -62,8 +63,8 @@ class Examined:
         limits: the lowest and the highest value of a decoded picture of more than 8 bits.
         fault: why it cannot be used: "empty", "not one" (of the medium that its name says), "damaged", "truncated", or
             "unreadable", which is whole.
-        findings: what is odd about a file that can be used: its name says another format, a side of less than
-            `MIN_PIXELS`, one colour, silence, less than `LEAST_SECONDS`.
+        findings: what is odd about a file that can be used: its name says another format, an archive among
+            files, a side of less than `MIN_PIXELS`, one colour, silence, less than `LEAST_SECONDS`.
         reason: more about the fault, in words.
         is_decoded: whether its content was decoded. One colour and silence are found only then.
     """
@@ -100,8 +101,10 @@ def examine(name: str, file: IO[bytes], *, full: bool) -> Examined:
     other = next((words for words, pattern in _OTHERS.items() if pattern.match(head)), None)
     if not head and named is not None:
         return Examined(named, fault="empty")
+    if other is not None and named is not None:
+        return Examined(named, fault="not one", reason=f"it is {other}")
     if other is not None:
-        return Examined(None) if named is None else Examined(named, fault="not one", reason=f"it is {other}")
+        return Examined(None, findings=("archive",) if other == _ARCHIVE else ())
     if named == "sound" or _SOUND.match(head):
         return _sound(file, full=full)
     if named is None and b"\0" not in head:  # text

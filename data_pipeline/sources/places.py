@@ -1,4 +1,4 @@
-"""Open the files of a folder, of a zip, or of tables.
+"""Open the files of a folder, of a zip, of tars, or of tables.
 
 Hidden files and folders, and what operating systems leave behind (`__MACOSX`, `Thumbs.db`, `desktop.ini`), count as not
 there. Links to files and folders are followed.
@@ -13,9 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from data_pipeline.audio.sound_file import SUFFIXES
 from data_pipeline.core.errors import UserError
 from data_pipeline.sources.arrow_files import ArrowFiles, NoContentError, tables_in
-from data_pipeline.sources.files import Files, is_visible
+from data_pipeline.sources.files import Files, ending_of, is_visible
+from data_pipeline.sources.tar_files import TAR, TarFiles
+from data_pipeline.storage.locations import PICTURE_ENDINGS, is_tars
 
 
 class Directory(Files):
@@ -99,12 +102,19 @@ class Zip(Files):
 
 
 def open_files(root: Path) -> Files:
-    """Open a folder, a zip, or tables of files. Raises `UserError` if it is none of them."""
+    """Open a folder, a zip, tars, or tables of files. Raises `UserError` if it is none of them."""
     if root.is_dir():
         try:
-            return ArrowFiles(root) if tables_in(root) else Directory(root)
+            if tables_in(root):
+                return ArrowFiles(root)
         except NoContentError:  # tables that lie beside the files
-            return Directory(root)
+            pass
+        directory = Directory(root)
+        endings = set(map(ending_of, directory.names))
+        are_tars = TAR in endings and not endings & {*SUFFIXES, *(f".{ending}" for ending in PICTURE_ENDINGS)}
+        return TarFiles(root) if are_tars else directory
+    if is_tars(root.name):
+        return TarFiles(root)
     if root.is_file() and zipfile.is_zipfile(root):
         return Zip(root)
     if tables_in(root):

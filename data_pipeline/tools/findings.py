@@ -23,6 +23,7 @@ from data_pipeline.sources.known_layouts import TEST, TRAIN
 from data_pipeline.sources.layout import Layout
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.tools.census import Census, equal_files
+from data_pipeline.tools.tar_findings import TarLocation
 
 _AGAIN: Final = "copy them again; the commands leave them out"
 # Of each fault and finding of a file: what is said, and the mend.
@@ -33,6 +34,7 @@ _OF_FILES: Final = {
     "unreadable": ("whole, but not read", "save them as a PNG or a .npy; the commands leave them out"),
     "not one": ("not what their names say", "download them again; the commands leave them out"),
     "other name": ("named as another format", "nothing: they are read by their content"),
+    "archive": ("an archive, so its files are not read", "unpack it beside the others, or look at it alone"),
     "no ending": ("without the ending of a picture or a sound, so not read", "rename them"),
     "tiny": (f"less than {MIN_PIXELS} pixels on a side", "remove them if they are thumbnails"),
     "constant": ("of one colour alone", "remove them if they are placeholders"),
@@ -65,6 +67,8 @@ class Place:
         layout: what the files mean; None if that cannot be told, and `problems` says why.
         labels: the table of labels that `path` is; None if it is something else.
         manifest: of a dataset that is built or indexed already.
+        tars: the locations of tars of pictures, which are indexed as they are; that of the train set is the first.
+        goes_with: the path whose commands are for this one, too.
         problems: what is odd or wrong.
     """
 
@@ -74,6 +78,8 @@ class Place:
     layout: Layout | None = None
     labels: Path | None = None
     manifest: Manifest | None = None
+    tars: list[TarLocation] = field(default_factory=list)
+    goes_with: str | None = None
     problems: list[Problem] = field(default_factory=list)
 
     @cached_property

@@ -10,8 +10,10 @@ import json
 import re
 import shlex
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any, Final
 
@@ -20,32 +22,38 @@ from numpy.typing import NDArray
 
 from data_pipeline.building.index_tars import describe_manifest
 from data_pipeline.core.errors import UserError, printable
+from data_pipeline.remote.fetch import RemoteConfig, RemoteFile, fetch
 from data_pipeline.sources import LabelColumn
 from data_pipeline.sources.examine import medium_of
-from data_pipeline.sources.files import Files
+from data_pipeline.sources.files import Files, ending_of
 from data_pipeline.sources.layout import Layout, find_layout
 from data_pipeline.sources.places import open_files
-from data_pipeline.storage.locations import MANIFEST_NAME, dataset_directory, is_remote
+from data_pipeline.sources.tar_files import TarFiles
+from data_pipeline.storage.locations import MANIFEST_NAME, dataset_directory, is_remote, is_tars, listed_tars
 from data_pipeline.storage.manifest import LabelEntry, load_manifest
 from data_pipeline.tools.census import NUM_DECODED_BYTES, take_census
 from data_pipeline.tools.findings import Place, Problem, add_equal_files, add_problems
 from data_pipeline.tools.next_commands import TEST_SHARE, commands
+from data_pipeline.tools.tar_findings import tar_locations
 
 _NUM_NAMED: Final = 3  # examples of a problem
+_NUM_FETCHED: Final = 3  # tars of a remote location
 _NUM_CLASSES: Final = 8  # that are named
 _TABLES: Final = frozenset({".csv", ".tsv", ".jsonl", ".txt"})
-_LINE, _WIDTH = 110, 10  # characters of a line of a command, and of the first column
+_LINE: Final = 110  # characters of a line of a command
 
 
-def look_at(path: str, *, num_decoded_bytes: int | None, num_workers: int) -> Place:
-    """Return what was found at a path. Raises `UserError` if there is nothing."""
+def look_at(path: str, *, copies: Path, num_decoded_bytes: int | None, num_workers: int) -> Place:
+    """Return what was found at a path. `copies` is for those of remote tars. Raises `UserError` if there is nothing."""
     place, local = Place(path), Path(path).expanduser()
     if is_remote(path):
-        raise UserError(f"{path} is a remote folder, which is not listed; copy it to this machine, or name its tars")
-    if (dataset_directory(local) / MANIFEST_NAME).is_file():
+        local, num_others = _fetched(path, copies)
+        if num_others:
+            place.problems.append(Problem(f"{num_others:,} more tars, which were not fetched and looked at", ""))
+    elif (dataset_directory(local) / MANIFEST_NAME).is_file():
         place.manifest = load_manifest(local)
         return place
-    if local.is_file() and local.suffix.lower() in _TABLES:
+    elif local.is_file() and local.suffix.lower() in _TABLES:
         place.labels = local
     files = place.files = open_files(local if place.labels is None else local.parent)
     title = f"look at {path}"
@@ -61,7 +69,23 @@ def look_at(path: str, *, num_decoded_bytes: int | None, num_workers: int) -> Pl
         place.problems.append(Problem(str(error), "", stops=True))
     else:
         add_problems(place, place.layout)
+        if isinstance(files, TarFiles) and place.layout.medium == "picture":
+            place.tars = tar_locations(files, num_workers=num_workers)
+            if is_remote(path):
+                place.tars = [replace(tars, location=path) for tars in place.tars]
+            place.problems += [Problem(remark, "") for tars in place.tars for remark in tars.remarks]
     return place
+
+
+def _fetched(path: str, copies: Path) -> tuple[Path, int]:
+    """Return a folder with copies of the first tars of a remote location, and the number of the others."""
+    if not is_tars(path):
+        raise UserError(f"{path} is a remote folder, which is not listed; copy it to this machine, or name its tars")
+    first, others = (urls := listed_tars(path))[:_NUM_FETCHED], urls[_NUM_FETCHED:]
+    folder = Path(tempfile.mkdtemp(dir=copies))
+    for url in first:
+        fetch(RemoteFile(url), folder / PurePath(url).name, config=RemoteConfig())
+    return folder, len(others)
 
 
 def describe(place: Place) -> Iterator[str]:
@@ -74,8 +98,10 @@ def describe(place: Place) -> Iterator[str]:
     kind = "files" if place.layout is None else place.layout.kind
     yield f"{place.path}: {kind}, {len(place.files.names):,} files, {place.census.num_bytes / 1e6:,.1f} MB"
     yield ""
-    for title, what in _rows(place, place.files):
-        yield f"  {title:<{_WIDTH}}  {what}"
+    rows = list(_rows(place, place.files))
+    width = max((len(title) for title, _ in rows), default=0)
+    for title, what in rows:
+        yield f"  {title:<{width}}  {what}"
     for problem in place.problems:
         yield ""
         yield from _problem_lines(problem)
@@ -85,22 +111,21 @@ def _rows(place: Place, files: Files) -> Iterator[tuple[str, str]]:
     """Yield the rows of the table: what is counted, and the counts."""
     census, layout = place.census, place.layout
     for medium in ("picture", "sound"):
-        kinds = Counter({kind[1:]: num for kind, num in census.kinds.items() if kind[0] == medium})
+        kinds = [(kind[1:], num) for kind, num in census.kinds.most_common() if kind[0] == medium]
         if kinds:
-            yield f"{medium}s", ", ".join(f"{num:,} {' '.join(kind)}" for kind, num in kinds.most_common())
+            yield f"{medium}s", ", ".join(f"{num:,} {form} {_coding(mode)}" for (form, mode), num in kinds)
     if sizes := census.sizes:
-        least, most = (pick(sizes, key=lambda size: size[0] * size[1]) for pick in (min, max))
-        yield (
-            "size",
-            " to ".join(f"{width:,} x {height:,}" for width, height in dict.fromkeys((least, most))) + " pixels",
-        )
+        limits = dict.fromkeys(pick(sizes, key=lambda size: size[0] * size[1]) for pick in (min, max))
+        yield "size", " to ".join(f"{width:,} x {height:,}" for width, height in limits) + " pixels"
     if census.rates:
-        yield "rate", ", ".join(f"{rate:,} a second ({num:,})" for rate, num in census.rates.most_common())
-        yield "channels", ", ".join(f"{channels} ({num:,})" for channels, num in census.channels.most_common())
+        yield "rate", _counted(census.rates, "{:,} points a second")
+        yield "channels", _counted(census.channels, "{}")
         yield "length", f"{min(census.tenths) / 10:g} to {max(census.tenths) / 10:g} s"
+    for mode, (low, high) in census.limits.items():
+        yield "values", f"{low:,.6g} to {high:,.6g} ({mode})"
     if census.mediums[None]:
-        endings = Counter(PurePath(name).suffix or name for name in files.names if medium_of(name) is None)
-        yield "others", ", ".join(f"{word} ({num:,})" for word, num in endings.most_common(8))
+        others = Counter(ending_of(name) or name for name in files.names if not medium_of(name))
+        yield "others", ", ".join(f"{num:,} {word}" for word, num in others.most_common(_NUM_CLASSES))
     if layout is not None:
         yield "splits", _splits(layout)
         for name, label in layout.labels.items():
@@ -112,6 +137,17 @@ def _rows(place: Place, files: Files) -> Iterator[tuple[str, str]]:
         yield "decoded", f"{census.num_decoded:,} of {num_examined:,}, spread evenly; --decode all decodes each"
     elif num_examined:
         yield "decoded", "all of them"
+
+
+def _coding(mode: str) -> str:
+    """Return a word for a mode of pictures or a coding of sounds, such as "16 bits" for PCM_16."""
+    return re.sub(r"PCM_[SU]?(\d+)", r"\1 bits", mode)
+
+
+def _counted(counts: Counter[Any], form: str) -> str:
+    """Return words for the most frequent values, with their numbers if there are several."""
+    most = counts.most_common(_NUM_CLASSES)
+    return ", ".join(form.format(value) + ("" if len(most) == 1 else f" ({num:,})") for value, num in most)
 
 
 def _splits(layout: Layout) -> str:
@@ -182,19 +218,32 @@ def _as_json(place: Place) -> dict[str, Any]:
     }
 
 
+def _join_tars(places: Sequence[Place]) -> None:
+    """Give the tars of all paths to the last of these, because a test set is indexed with the classes of the first."""
+    *others, last = [place for place in places if place.tars] or [Place("")]
+    last.tars = [tars for place in (*others, last) for tars in place.tars]
+    for place in others:
+        place.goes_with = last.path
+
+
 def run(args: argparse.Namespace) -> None:
     """Do what `python -m data_pipeline look` asks for. Exits with status 1 if something must be mended first."""
     limit = None if args.decode == "all" else NUM_DECODED_BYTES
-    places = [look_at(path, num_decoded_bytes=limit, num_workers=args.workers) for path in args.paths]
-    add_equal_files(places)
+    with tempfile.TemporaryDirectory() as copies:
+        how: dict[str, Any] = {"copies": Path(copies), "num_decoded_bytes": limit, "num_workers": args.workers}
+        places = [look_at(path, **how) for path in args.paths]
+        add_equal_files(places)
+    _join_tars(places)
     if args.json:
         print(json.dumps([_as_json(place) for place in places], ensure_ascii=False, indent=1))
     for place in () if args.json else places:
         print("\n".join(describe(place)))
-        if found := commands(place):
+        if place.goes_with is not None:
+            print(f"\nIts command stands below, with those of {place.goes_with}.\n")
+        elif found := commands(place):
             print("\nThese commands fit:\n" if place.manifest else "\nThese commands build it and train on it:\n")
             print("\n".join(f"  {_wrapped(words)}" for words in found), end="\n\n")
         else:
             print("\nMend what is marked with ! first.\n")
-    if not all(map(commands, places)):
+    if not all(place.goes_with or commands(place) for place in places):
         sys.exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,8 @@ from data_pipeline.core.sample import Medium
 from data_pipeline.core.value_range import VALUE_RANGE, ValueRange
 from data_pipeline.sources.known_layouts import TEST, TRAIN
 from data_pipeline.sources.layout import Layout
+from data_pipeline.sources.tar_files import TAR
+from data_pipeline.storage.locations import is_remote
 from data_pipeline.tools.census import Census
 from data_pipeline.tools.findings import Place
 
@@ -27,7 +30,7 @@ _DATASETS: Final[dict[Medium, str]] = {"picture": "folder", "sound": "sounds"}
 
 
 def commands(place: Place) -> list[list[str]]:
-    """Return the words of each command; none if something has to be mended first."""
+    """Return the words of each command; none if something has to be mended first, or if another place has them."""
     if any(problem.stops for problem in place.problems):
         return []
     if (manifest := place.manifest) is not None:
@@ -36,9 +39,34 @@ def commands(place: Place) -> list[list[str]]:
         train = place.path if manifest.how_made.split == TRAIN else "TRAIN_DIR"
         test = place.path if manifest.how_made.split == TEST else "TEST_DIR"
         return [*tools, _train(manifest.medium, train, test, manifest.num_samples)]
+    if len(place.tars) > 1 or any(is_remote(tars.location) for tars in place.tars):
+        return _of_tars(place)
     if place.layout is None or place.files is None:
         return []
     return _of_files(place, place.files.root, place.layout)
+
+
+def _of_tars(place: Place) -> list[list[str]]:
+    """Return the commands that index tars; the indexes behind the first take the classes and settings of the first."""
+    directories: list[str] = []
+    found: list[list[str]] = []
+    for tars in place.tars:
+        words = [*_DATA, "index", tars.location]
+        directories.append(tars.location)
+        if is_remote(tars.location):
+            directories[-1] = "data/" + re.sub(
+                r"[^A-Za-z0-9]+", "-", tars.location.rpartition("/")[2].removesuffix(TAR)
+            )
+            words += ["--out", directories[-1]]
+        if found:
+            words += ["--classes-of", directories[0]]
+        else:
+            words += ["--size", str(_image_size(place.census))]
+            words += ["--key", tars.key] if tars.key != "first-dot" else []
+            words += ["--label", tars.label] if tars.label is not None else []
+            words += [f"--value-range={value}" for value in _value_range(place.census.limits).values()]
+        found.append(words if place.is_good.all() else [*words, "--skip-bad", str(np.count_nonzero(~place.is_good))])
+    return found if len(found) == 1 else [*found, _train("picture", directories[0], directories[1], len(place.is_good))]
 
 
 def _of_files(place: Place, root: Path, layout: Layout) -> list[list[str]]:

@@ -311,14 +311,24 @@ def tar_of_class_folders(root: Path) -> None:
 
 @accepted(12, said=("--label tar",))
 def one_tar_a_class(root: Path) -> None:
-    for n, c in enumerate(ANIMALS):
-        write(root, {f"{c}.tar": packed({f"{c}_{i}.JPEG": encoded(10 * n + i) for i in range(6)})})
+    for split, num, start in (("train", 4, 0), ("test", 2, 100)):
+        for n, c in enumerate(ANIMALS):
+            files = {f"{c}_{i}.JPEG": encoded(start + 10 * n + i) for i in range(num)}
+            write(root, {f"{split}/{c}.tar": packed(files)})
 
 
-@accepted(12, ("n01", "n02"), looked_at=("ILSVRC2012_img_train.tar",))
+@accepted(12, ("n01440764", "n01443537"), looked_at=("train.tar", "val.tar"), said=("--label tar", "--classes-of"))
 def tar_of_tars_as_imagenet(root: Path) -> None:
-    inner = {f"n0{n}.tar": packed({f"n0{n}_{i}.JPEG": encoded(10 * n + i) for i in range(6)}) for n in (1, 2)}
-    write(root, {"ILSVRC2012_img_train.tar": packed(inner)})
+    for split, num, start in (("train", 4, 0), ("val", 2, 100)):
+        inner = {}
+        for n, c in enumerate(("n01440764", "n01443537")):
+            inner[f"{c}.tar"] = packed({f"{c}_{i}.JPEG": encoded(start + 10 * n + i) for i in range(num)})
+        write(root, {f"{split}.tar": packed(inner)})
+
+
+@accepted(10)
+def one_tar_without_a_test_set(root: Path) -> None:
+    write(root, {"animals.tar": packed(animals("{c}/{i}.jpg"))})
 
 
 @accepted(12, said=("--key last-dot",))
@@ -327,7 +337,7 @@ def keys_with_dots(root: Path) -> None:
     shards(root, {f"{name}.jpg": encoded(i) for i, name in enumerate(names)})
 
 
-@accepted(6, looked_at=("animals.tar",), said=("sparse",))
+@accepted(5, looked_at=("animals.tar",), said=("sparse",))
 def gnu_sparse_tar(root: Path) -> None:
     """GNU tar --sparse stores a file with a hole without its zeros."""
     for n, c in enumerate(ANIMALS):

@@ -14,7 +14,8 @@ from configs.resolve import resolve_recipe
 from data_pipeline.__main__ import main
 from data_pipeline.storage.manifest import load_manifest
 from tests.commands import Done, call
-from tests.data_pipeline.layouts import LAYOUTS, animals, encoded, sound, write
+from tests.data_pipeline.layouts import LAYOUTS, animals, encoded, packed, sound, write
+from tests.data_pipeline.remote.http_server import serve
 
 
 class Looker:
@@ -49,15 +50,7 @@ def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return Looker(tmp_path, monkeypatch, capsys)
 
 
-# Not yet read
-WAITING = {
-    *("webdataset_with_cls", "webdataset_with_json"),
-    *("tar_of_class_folders", "one_tar_a_class", "tar_of_tars_as_imagenet", "keys_with_dots", "gnu_sparse_tar"),
-    *("pax_tar_with_long_names", "tar_of_sounds", "compressed_tar", "audiomnist", "free_spoken_digits"),
-}
-
-
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in WAITING])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_what_look_prints_works(name: str, look: Looker) -> None:
     layout = LAYOUTS[name]
     layout.write(look.directory)
@@ -148,3 +141,30 @@ def test_what_cannot_be_looked_at_says_what_to_name(path: str, mend: str, look: 
     done = look(path)
     assert done.status == 2
     assert mend in done.stderr
+
+
+def test_remote_tars_are_fetched_and_indexed_where_they_are(look: Looker) -> None:
+    with serve(look.directory / "server") as server:
+        for split, start in (("train", 0), ("test", 100)):
+            for shard in range(5):
+                number = start + 10 * shard
+                files = {
+                    f"{number + i}.{e}": v for i in range(3) for e, v in (("jpg", encoded(number + i)), ("cls", "a"))
+                }
+                write(look.directory / "server", {f"{split}-{shard}.tar": packed(files)})
+        done = look(*(f"{server.url}/{split}-{{0..4}}.tar" for split in ("train", "test")))
+        assert "2 more tars, which were not fetched" in done.stdout
+        _, built = look.run_printed(done.stdout)
+        assert [load_manifest(directory).num_samples for directory in built.values()] == [15, 15]
+
+
+def test_what_is_left_out_is_said(look: Looker) -> None:
+    write(look.directory, animals("{c}/{i}.jpg") | {"more.zip": b"PK\x03\x04", "notes.txt": b"x", "noname": encoded(9)})
+    (look.directory / "cat" / "broken.jpg").symlink_to("nowhere")
+    (found,) = json.loads(look(".", "--json").stdout)
+    problems = {problem["what"]: problem["names"] for problem in found["problems"]}
+    assert problems == {
+        "an archive, so its files are not read": ["more.zip"],
+        "without the ending of a picture or a sound, so not read": ["noname"],
+        "ignored a broken link": ["cat/broken.jpg"],
+    }
