@@ -104,6 +104,17 @@ def folder_small() -> RunConfig:
     )
 
 
+def folder_speed_and_pitch() -> RunConfig:
+    """Your own sounds with crop, noise and changes of speed and pitch. For a GPU.
+
+    The published code changes neither. The ranges are those of speed perturbation (Ko et al. 2015: 0.9 to 1.1), and of
+    WavAugment (Kharitonov et al. 2021: 300 cents up or down).
+    """
+    return changed(
+        folder(), name=f"audio-waveform-{NAME_OF_DATA}", views=WaveformConfig(speed=(0.9, 1.1), semitones=(-3, 3))
+    )
+
+
 def folder_viewmaker() -> RunConfig:
     """Your own sounds with a viewmaker on the spectrogram. For a GPU."""
     return changed(viewmaker(), name=f"audio-viewmaker-{NAME_OF_DATA}", data=folder().data)

@@ -75,7 +75,7 @@ def own_sounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("recipe", "views"),
     [
         ("audio:folder_small", []),
-        ("audio:folder_small", ["views={kind: waveform}"]),
+        ("audio:folder_small", ["views={kind: waveform, speed: [0.9, 1.1], semitones: [-3, 3]}"]),
         ("audio:folder_viewmaker_small", ["views.base_width=4", "views.waveform={}"]),
     ],
 )

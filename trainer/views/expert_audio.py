@@ -2,8 +2,8 @@
 
 Input: waveforms and the keys of their draws. Output: normalised log-mel spectrograms of one channel, the input of the
 encoder. `Spectral` silences a range of mel bands and a range of frames, and adds noise to the normalised decibels.
-`Waveform` silences everything outside a crop and adds white noise, in random order. The paper also names changes of
-speed and pitch, which its published code does not make.
+`Waveform` silences everything outside a crop and adds white noise, in random order. Before, it can change speed and
+pitch, which the paper names and its published code does not do.
 
 Legend: B samples, T points of a waveform, K points up to the middle (or tries of a mask), M mel bands, N frames.
 """
@@ -24,9 +24,12 @@ from data_pipeline.core.counter_rng import DrawKeys, normal_pairs, uniform
 from data_pipeline.core.schema import CountOrZero, Deviation, PositiveShare
 from trainer.views.inputs import check_keys, rows_of
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
+from trainer.views.speed_and_pitch import change_speed_and_pitch
 
 # `purpose` in `data_pipeline.core.counter_rng`, above the purposes of a viewmaker, which may use the same keys.
-_MASKS, _SPECTRAL_NOISE, _WAVEFORM, _WHITE_NOISE = range(90, 94)
+_MASKS, _SPECTRAL_NOISE, _WAVEFORM, _WHITE_NOISE, _SPEED_AND_PITCH = range(90, 95)
+Speed = Annotated[float, Field(ge=0.5, le=2)]
+Semitones = Annotated[float, Field(ge=-12, le=12)]
 _POINTS_ON_CPU: Final = 1 << 19  # points that a CPU augments at once: 2 MiB in float32, which fits its cache
 
 
@@ -69,17 +72,29 @@ class WaveformConfig(_ForSounds):
     kept: the share of the points that a crop keeps, drawn uniformly from this range; None for no crop.
     noise_std: the standard deviation of the noise. The published noise is the inverse Fourier transform of normal
         numbers; the default is its deviation over 50,000 points, for any number of points.
+    speed: the factor of the speed, which changes the pitch as much, drawn uniformly from this range; None for no
+        change. A sound that becomes longer loses its end.
+    semitones: the change of pitch at the same speed, drawn uniformly from this range; None for no change.
     """
 
     kind: Literal["waveform"] = "waveform"
     kept: tuple[PositiveShare, PositiveShare] | None = (0.08, 1.0)
     noise_std: Deviation = 50_000**-0.5
+    speed: tuple[Speed, Speed] | None = None
+    semitones: tuple[Semitones, Semitones] | None = None
 
     @model_validator(mode="after")
-    def _the_range_ascends(self) -> Self:
-        if self.kept is not None and self.kept[0] > self.kept[1]:
-            raise ValueError(f"kept must be two ascending numbers, got {self.kept[0]} and {self.kept[1]}")
+    def _ranges_ascend(self) -> Self:
+        for name, limits in {"kept": self.kept, "speed": self.speed, "semitones": self.semitones}.items():
+            if limits is not None and limits[0] > limits[1]:
+                raise ValueError(f"{name} must be two ascending numbers, got {limits[0]} and {limits[1]}")
         return self
+
+    @property
+    def highest(self) -> float:
+        """Return the largest factor of pitch, and of speed and pitch together, or 1 if that is larger."""
+        speed, semitones = (self.speed or (1, 1))[1], (self.semitones or (0, 0))[1]
+        return float(max(1, speed) * 2 ** max(0, semitones / 12))
 
     def build(self, given: ViewsInputs) -> Waveform:
         assert given.mel is not None
@@ -103,11 +118,15 @@ class WaveformDraws:
     Attributes:
         first_B, length_B: int64, the range of points that the crop keeps.
         crops_last_B: bool, whether the crop comes after the noise, so that it crops the noise too.
+        speed_B, pitch_B: float64, the factors of speed and pitch, if one of them is changed; see
+            `change_speed_and_pitch`. A pitch is None if only the speed is changed.
     """
 
     first_B: Tensor
     length_B: Tensor
     crops_last_B: Tensor
+    speed_B: Tensor | None = None
+    pitch_B: Tensor | None = None
 
 
 class Spectral(nn.Module):
@@ -154,7 +173,7 @@ class Spectral(nn.Module):
 class Waveform(nn.Module):
     """A view policy on waveforms: a module `policy(waveforms_BT, keys, masks_BHW) -> views_B1MN` without parameters.
 
-    It crops and adds noise, in random order. Its draws depend on `keys` alone.
+    It changes speed and pitch. Then it crops and adds noise, in random order. Its draws depend on `keys` alone.
     """
 
     def __init__(self, config: WaveformConfig, mel: MelConfig) -> None:
@@ -192,7 +211,7 @@ class Waveform(nn.Module):
 
     def _augment(self, waveforms_BT: Tensor, keys: DrawKeys, draws: WaveformDraws) -> Tensor:
         if waveforms_BT.device.type != "cpu":
-            return crop_and_add(waveforms_BT, self._noise(keys, waveforms_BT.dtype), draws)
+            return crop_and_add(self._change(waveforms_BT, draws), self._noise(keys, waveforms_BT.dtype), draws)
         # A CPU does a few at a time, so that their numbers stay in the cache: twice as fast.
         views_BT = torch.empty_like(waveforms_BT)
         size = max(1, _POINTS_ON_CPU // waveforms_BT.shape[1])
@@ -201,8 +220,13 @@ class Waveform(nn.Module):
             part_keys, part_draws = keys.rows(rows), rows_of(draws, rows)
             part_BT = views_BT[rows]
             noise_BT = self._noise(part_keys, waveforms_BT.dtype, out_BT=part_BT)
-            crop_and_add_by_row(waveforms_BT[rows], noise_BT, part_draws, out_BT=part_BT)
+            crop_and_add_by_row(self._change(waveforms_BT[rows], part_draws), noise_BT, part_draws, out_BT=part_BT)
         return views_BT
+
+    def _change(self, waveforms_BT: Tensor, draws: WaveformDraws) -> Tensor:
+        if draws.speed_B is None:
+            return waveforms_BT
+        return change_speed_and_pitch(waveforms_BT, draws.speed_B, draws.pitch_B, highest=self.config.highest)
 
     def _noise(self, keys: DrawKeys, dtype: torch.dtype, *, out_BT: Tensor | None = None) -> Tensor | None:
         if not self.config.noise_std:
@@ -273,9 +297,15 @@ def draw_waveform(config: WaveformConfig, keys: DrawKeys, *, num_points: int) ->
     last point, unless it has the whole length and begins at 0.
     """
     share_B, place_B, order_B = uniform(keys, 3, purpose=_WAVEFORM).double().unbind(dim=1)
-    least, most = config.kept or (1.0, 1.0)
-    length_B = torch.floor(num_points * (least + (most - least) * share_B)).long()
+    length_B = torch.floor(num_points * _between(config.kept or (1.0, 1.0), share_B)).long()
+    speed_B = pitch_B = None
+    if config.speed is not None or config.semitones is not None:
+        speed_B, pitch_B = uniform(keys, 2, purpose=_SPEED_AND_PITCH).double().unbind(dim=1)
+        speed_B = _between(config.speed or (1.0, 1.0), speed_B)
+        pitch_B = None if config.semitones is None else torch.exp2(_between(config.semitones, pitch_B) / 12)
     return WaveformDraws(
+        speed_B=speed_B,
+        pitch_B=pitch_B,
         first_B=_pick(place_B, (num_points - length_B).clamp(min=1)),
         length_B=length_B,
         crops_last_B=order_B < 0.5,
@@ -351,6 +381,11 @@ def _inside(first_B: Tensor, length_B: Tensor, size: int) -> Tensor:
     """Return whether each cell is one of the `length_B` cells from `first_B` on, (B, size) bool."""
     cell_X = torch.arange(size, device=first_B.device, dtype=torch.int32)  # half the memory of int64, and faster
     return (cell_X >= first_B[:, None].int()) & (cell_X < (first_B + length_B)[:, None].int())
+
+
+def _between(limits: tuple[float, float], share_B: Tensor) -> Tensor:
+    low, high = limits
+    return low + (high - low) * share_B
 
 
 def _pick(share_X: Tensor, num: int | Tensor) -> Tensor:

@@ -30,10 +30,17 @@ from trainer.views.expert_audio import (
     mask_power,
     white_noise,
 )
+from trainer.views.speed_and_pitch import change_speed_and_pitch
 
 MELS = pytest.mark.parametrize("mel", [AUDIOMNIST, FSDD], ids=["audiomnist", "fsdd"])
 POLICIES = pytest.mark.parametrize(
-    "policy", [Spectral(SpectralConfig(), FSDD), Waveform(WaveformConfig(), FSDD)], ids=["spectral", "waveform"]
+    "policy",
+    [
+        Spectral(SpectralConfig(), FSDD),
+        Waveform(WaveformConfig(), FSDD),
+        Waveform(WaveformConfig(speed=(0.9, 1.1), semitones=(-3, 3)), FSDD),
+    ],
+    ids=["spectral", "waveform", "speed and pitch"],
 )
 
 
@@ -250,6 +257,23 @@ def test_crops_have_the_published_law() -> None:
     assert abs(np.corrcoef(table)[0, 1]) < 4 / num**0.5
 
 
+def test_speed_and_pitch_are_uniform_and_come_before_crop_and_noise() -> None:
+    config = WaveformConfig(speed=(0.9, 1.2), semitones=(-2, 3))
+    draws, without = (draw_waveform(each, keys(9_000), num_points=8_333) for each in (config, WaveformConfig()))
+    assert without.speed_B is None
+    assert draws.speed_B is not None
+    assert draws.pitch_B is not None
+    assert ks_p_value(((draws.speed_B - 0.9) / 0.3).numpy()) > 1e-3
+    assert ks_p_value(((12 * draws.pitch_B.log2() + 2) / 5).numpy()) > 1e-3
+    assert (draws.pitch_B * draws.speed_B.clamp(min=1)).max() <= config.highest
+    for name in ("first_B", "length_B", "crops_last_B"):
+        assert torch.equal(getattr(draws, name), getattr(without, name))
+    x = sounds(6, FSDD)
+    changed = change_speed_and_pitch(x, draws.speed_B[:6], draws.pitch_B[:6], highest=config.highest)
+    expected = Waveform(WaveformConfig(), FSDD).augment(changed, keys(6))
+    torch.testing.assert_close(Waveform(config, FSDD).augment(x, keys(6)), expected)
+
+
 @pytest.mark.parametrize(("kept", "num_points"), [((0.5, 0.5), 4), ((0.999, 1.0), 2), ((1.0, 1.0), 10), (None, 10)])
 def test_crops_of_few_points_start_where_the_published_ones_do(
     kept: tuple[float, float] | None, num_points: int
@@ -323,7 +347,7 @@ def test_views_are_made_without_waiting_for_the_device() -> None:
     """On the meta device there are shapes and no values: whatever would need a value on the host raises."""
     on_meta = DrawKeys(seed=0, epoch=0, index_B=torch.arange(8, device="meta"), view=0)
     x = torch.empty(8, FSDD.num_points, device="meta")
-    policy = Waveform(WaveformConfig(), FSDD)
+    policy = Waveform(WaveformConfig(speed=(0.9, 1.1), semitones=(-3, 3)), FSDD)
     assert policy.augment(x, on_meta).shape == x.shape
     masks = draw_masks(SpectralConfig(), on_meta, FSDD, audible_BN=audible_frames(x, FSDD))
     assert mask_power(torch.empty(8, 64, 64, device="meta"), masks).shape == (8, 64, 64)
@@ -349,6 +373,8 @@ def test_a_mask_of_everything_is_refused() -> None:
     [
         {"kept": (0.5, 0.2)},
         {"kept": (0.5, 1.5)},
+        {"speed": (0.1, 1)},
+        {"semitones": (2, 1)},
         {"noise_std": -1},
     ],
 )
