@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, TypeVar, cast
 
 import numpy as np
 import torch
@@ -64,6 +64,8 @@ from data_pipeline.storage.totals import Totals
 from data_pipeline.storage.write import picture_field
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T", MadeTar, bytes)
 
 _NUM_NAMED = 3  # files in a warning
 _NUM_MEASURED, _NUM_MEASURED_AT_ONCE = 2_000, 100  # samples of the mean and std, if not of all samples
@@ -281,23 +283,30 @@ def _labels(source: Source, overlay: Overlay | None) -> dict[str, LabelEntry]:
     return {**of_source, **of_overlay}
 
 
+def _readable(made: Iterable[T | Unreadable]) -> Iterator[T]:
+    """Yield what was made. Raises `_UnreadableError` at the end, with all records that cannot be read."""
+    bad: Unreadable = {}
+    for each in made:
+        if isinstance(each, dict):
+            bad |= each
+        else:
+            yield each
+    if bad:
+        raise _UnreadableError(bad)
+
+
 def _make_tars(plan: BuildPlan, *, title: str, num_workers: int) -> list[MadeTar]:
     """Write all tars."""
     tars = []
-    made, bad = run_all(make_tar, plan, range(plan.num_shards), num_workers=num_workers), Unreadable()
+    made = run_all(make_tar, plan, range(plan.num_shards), num_workers=num_workers)
     counts, examples = Counter[str](), dict[str, list[str]]()
     with closing(made), Progress(title, total=plan.num_samples) as progress:
-        for tar in made:
-            if isinstance(tar, dict):
-                bad |= tar
-                continue
+        for tar in _readable(made):
             tars.append(tar)
             for remark, files in tar.files_of_remark.items():
                 counts[remark] += len(files)
                 examples[remark] = (examples.get(remark, []) + files)[:_NUM_NAMED]
             progress.advance(tar.scanned.num_samples)
-    if bad:
-        raise _UnreadableError(bad)
     for remark, files in examples.items():
         logger.warning("%d of %d files: it %s (%s)", counts[remark], len(plan.order), remark, ", ".join(files))
     return tars
@@ -379,16 +388,8 @@ def _check_finished(directory: Path, plan: BuildPlan, *, num_workers: int) -> Ma
 def _digests(plan: BuildPlan, *, num_workers: int) -> list[bytes]:
     starts = range(0, len(plan.order), NUM_SAMPLES_PER_SHARD)
     slices = [plan.order[start : start + NUM_SAMPLES_PER_SHARD] for start in starts]
-    digests, bad = list[bytes](), Unreadable()
-    with closing(run_all(content_digests, plan, slices, num_workers=num_workers)) as found:
-        for each in found:
-            if isinstance(each, dict):
-                bad |= each
-            else:
-                digests.append(each)
-    if bad:
-        raise _UnreadableError(bad)
-    return digests
+    with closing(run_all(content_digests, plan, slices, num_workers=num_workers)) as digests:
+        return list(_readable(digests))
 
 
 @contextmanager

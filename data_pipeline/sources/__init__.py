@@ -73,11 +73,6 @@ def labels_of(source: Source) -> dict[str, LabelColumn]:
     return {**base, **more}
 
 
-def visible(folder: Path) -> list[Path]:
-    """Return what a folder holds, sorted by name, without hidden entries and the folder `__MACOSX` of a Mac's zip."""
-    return sorted(path for path in folder.iterdir() if not path.name.startswith((".", "__MACOSX")))
-
-
 def first_record(source: Source, numbers: Iterable[int]) -> Record:
     """Return the first of some records that can be read. Raises `UserError` if none can."""
     reason = ""

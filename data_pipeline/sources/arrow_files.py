@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from importlib import import_module
-from itertools import chain, repeat
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,18 +30,6 @@ logger = logging.getLogger(__name__)
 
 _PLACES: Final = ("*.parquet", "data/*.parquet", "train*/*.parquet", "test*/*.parquet", "val*/*.parquet", "*.arrow")
 _NAMES_SPLITS: Final = "dataset_dict.json"  # in the folder of a dataset on disk with several splits
-_ENDINGS: Final = {
-    b"\xff\xd8": ".jpg",
-    b"\x89PNG": ".png",
-    b"GIF8": ".gif",
-    b"II*\0": ".tif",
-    b"MM\0*": ".tif",
-    b"BM": ".bmp",
-    b"fLaC": ".flac",
-    b"OggS": ".ogg",
-    b"ID3": ".mp3",
-    b"\xff\xfb": ".mp3",
-}
 _NUM_AT_ONCE: Final = 100  # rows that are copied at once
 _NUM_BUFFERED: Final = 2**20  # bytes; without a buffer, whole groups of rows are in memory
 
@@ -78,15 +66,17 @@ class ArrowFiles(Files):
         self._contents: dict[str, Any] = {}
         first = self._opened(next(iter(self._splits.values()))[0])
         schema = first.schema if isinstance(first, self._arrow.Table) else first.schema_arrow
-        described = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {})
+        features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
         kinds = {field.name: str(field.type) for field in schema}
         contents = [name for name, kind in kinds.items() if re.match("(large_)?binary|struct<bytes", kind)]
         if not contents:
             raise NoContentError(f"{root} has no column of files, only {', '.join(kinds)}; name tables that have one")
-        self._column, self._has_paths = contents[0], "path" in kinds[contents[0]]
+        self._column, self._has_names = contents[0], "path" in kinds[contents[0]]
+        is_sound = features.get(self._column, {}).get("_type", self._column).lower() == "audio"
+        self._ending = ".wav" if is_sound else ".png"  # as `datasets` encodes them; others are known by their content
         nested = re.compile("binary|large_(?!string)|list|struct|map|fixed")
         self._labels = [name for name, kind in kinds.items() if is_label_name(name) and not nested.match(kind)]
-        named = {name: described.get("features", {}).get(name, {}).get("names") for name in self._labels}
+        named = {name: features.get(name, {}).get("names") for name in self._labels}
         self.classes = {name: tuple(names) for name, names in named.items() if names}
         if left_out := kinds.keys() - {self._column, *self._labels}:
             logger.info("%s: left out the columns %s", root, ", ".join(sorted(left_out)))
@@ -98,10 +88,9 @@ class ArrowFiles(Files):
 
     def find(self, others: dict[str, str]) -> Iterator[str]:
         for split, paths in self._splits.items():
-            ending = _ending(self._row(split, 0))
-            given = chain.from_iterable(map(self._paths_in, paths)) if self._has_paths else repeat("")
-            for number, path in zip(range(len(self._contents_of(split))), given, strict=False):
-                yield f"{split}/{number:08d}{ending_of(path or '') or ending}"
+            names = (name for path in paths for name in self._names_in(path))
+            given = names if self._has_names else repeat(None, len(self._contents_of(split)))
+            yield from (f"{split}/{row:08d}{ending_of(name or '') or self._ending}" for row, name in enumerate(given))
 
     def read(self, name: str) -> bytes:
         split, _, number = name.partition("/")
@@ -120,10 +109,9 @@ class ArrowFiles(Files):
             return ("" if number is None or number < 0 else classes[number] for number in column.to_pylist())
         return map(as_word, column.cast(self._arrow.string()).to_pylist())
 
-    def _paths_in(self, path: Path) -> Iterator[str | None]:
+    def _names_in(self, path: Path) -> Iterator[str | None]:
         """Yield what each row of a table calls its file; None if it has no name."""
-        column = self._read(path, f"{self._column}.path")
-        yield from self._compute.struct_field(column, "path").to_pylist()
+        yield from self._compute.struct_field(self._read(path, f"{self._column}.path"), "path").to_pylist()
 
     def _read(self, path: Path, column: str) -> Any:
         """Return a column of a table, or a field of it in a Parquet file, with all rows."""
@@ -174,10 +162,3 @@ class ArrowFiles(Files):
                 if writer is not None:
                     writer.close()
         return copy
-
-
-def _ending(content: bytes) -> str:
-    """Return the ending of a file by its first bytes; "" if they are not known."""
-    if content.startswith(b"RIFF"):
-        return ".webp" if content[8:12] == b"WEBP" else ".wav"
-    return next((ending for start, ending in _ENDINGS.items() if content.startswith(start)), "")

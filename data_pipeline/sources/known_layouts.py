@@ -137,7 +137,8 @@ def _of_tables(look: Look, kind: str, tables: Mapping[str, Table]) -> Found | No
     words_of: dict[str, list[str]] = {label: [] for table in tables.values() for label in table.labels}
     names, splits = list[str](), list[str]()
     for below, table in tables.items():
-        names += [_below_root(file, look.files.root / below, below, table.where) for file in table.files]
+        folder = f"{(look.files.root / below).absolute()}/"
+        names += [str(PurePath(below, file.removeprefix(folder))) for file in table.files]  # without "./" and "//"
         splits += table.splits or [""] * len(table.files)
         for label, words in words_of.items():
             words += table.labels.get(label) or [""] * len(table.files)
@@ -150,27 +151,11 @@ def _of_tables(look: Look, kind: str, tables: Mapping[str, Table]) -> Found | No
     if missing := [name for name in names if normal(name) not in there]:
         raise UserError(
             f"{where} names {len(missing)} files that are not in {look.files.root}, such as {missing[0]}; give --root "
-            "the folder to which they are relative"
+            "the folder to which they are relative, and write them without .."
         )
     if unnamed := sorted(set(look.names) - set(names)):
         look.notes["left out what the table of labels does not name"] = unnamed
     return Found(kind, names, words_of, splits if any(splits) else None, classes_are_folders=False)
-
-
-def _below_root(name: str, folder: Path, below: str, where: str) -> str:
-    """Return the path of a file below the root, without "." and "//", so that each file has one name.
-
-    Raises `UserError` if the path has ".." or is outside of `folder`. Behind a link, only the file system knows what
-    ".." is.
-    """
-    path = PurePath(name)
-    if path.is_absolute() and path.is_relative_to(top := folder.absolute()):
-        path = path.relative_to(top)
-    if path.is_absolute() or ".." in path.parts:
-        raise UserError(
-            f"{where} names {name}, which is not a path below {folder}; write it without .., relative to that folder"
-        )
-    return str(PurePath(below) / path)
 
 
 def _tiny_imagenet(look: Look) -> Found | None:

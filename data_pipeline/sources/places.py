@@ -90,13 +90,8 @@ class Zip(Files):
     def read(self, name: str) -> bytes:
         archive = self._opened()
         try:
-            with self._lock:  # ZipFile counts its open members without one
-                member = archive.open(name)
-            try:
-                return member.read()
-            finally:
-                with self._lock:
-                    member.close()
+            with self._lock:
+                return archive.read(name)
         except Exception as error:  # the module raises nearly every kind for a damaged member
             raise ValueError(f"it cannot be unpacked ({error})") from None
 

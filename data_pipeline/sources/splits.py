@@ -157,21 +157,17 @@ def records_of(
         carry_rounding=not layout.has_class_folders,
     )
     chosen = np.flatnonzero((in_test_N == (split == TEST)) | ~is_read_N)
-    _check_not_empty(layout, chosen, f"test_share={test_share} leaves", split)
-    num = f"{np.count_nonzero(in_test_N)} of {np.count_nonzero(is_read_N)} {medium}s"
-    return chosen, f", test share {test_share} ({num}) by seed {seed} and rule {_SPLIT_RULE}"
-
-
-def _check_not_empty(layout: Layout, chosen: NDArray[np.int64], said: str, split: str) -> None:
-    where = f"{layout.files.root} for the {split} split; choose another share or add {layout.medium}s"
     if not len(chosen):
-        raise UserError(f"{said} no {layout.medium}s of {where}")
-    if layout.has_class_folders:
-        (label,) = layout.labels.values()
+        raise UserError(f"test_share={test_share} leaves no {medium}s of {root} for the {split} split; choose another")
+    for label in layout.labels.values() if layout.has_class_folders else ():
         counts = np.bincount(label.label_N[chosen], minlength=len(label.classes))
         if not counts.all():
-            name = label.classes[int(counts.argmin())]
-            raise UserError(f"{said} no {layout.medium}s of class {name} of {where}")
+            raise UserError(
+                f"test_share={test_share} leaves no {medium}s of class {label.classes[int(counts.argmin())]} of {root} "
+                f"for the {split} split; choose another share or add {medium}s"
+            )
+    num = f"{np.count_nonzero(in_test_N)} of {np.count_nonzero(is_read_N)} {medium}s"
+    return chosen, f", test share {test_share} ({num}) by seed {seed} and rule {_SPLIT_RULE}"
 
 
 def in_test_split(

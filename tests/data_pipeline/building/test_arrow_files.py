@@ -108,7 +108,7 @@ def test_tables_of_other_programs_are_read_and_what_they_lack_is_named(tmp_path:
     )
     pyarrow.parquet.write_table(rows, tmp_path / "birds.parquet")
     layout = find_layout(open_files(tmp_path / "birds.parquet"), "picture")
-    assert list(layout.names) == ["birds/00000000.jpg", "birds/00000001.jpg"]
+    assert list(layout.names) == ["birds/00000000.png", "birds/00000001.png"]
     assert layout.split_N is None
     assert list(layout.labels) == ["n"]
     (tmp_path / "labels").mkdir()
