@@ -29,8 +29,7 @@ _SET_HELP = (
 _ENCODER_HELP = (
     "Score this encoder in place of runs: FILE.py:NAME or package.module:NAME, a torch module or a function from "
     "pictures (B, C, H, W) in [0, 1] to rows (B, D), which normalises them itself; timm:NAME or torchvision:NAME, with "
-    "the normalisation and the input size of its weights; an export; a program of TorchScript, FILE.pt, or of "
-    "torch.export, FILE.pt2; or a run directory."
+    "the normalisation and the input size of its weights; an export; or a run directory."
 )
 
 

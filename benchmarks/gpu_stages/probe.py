@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.gpu_stages.session import Outcome, Setting, Stage, Task
 from benchmarks.record import rounded
-from trainer.probes.knn import knn_accuracies, neighbors_of
+from trainer.probes.knn import knn_classes, neighbors_of
 from trainer.probes.linear import ProbeConfig, Target, epoch_rows, fit_linear_probe, stored_batches
 
 
@@ -46,7 +46,12 @@ def measure_probe(
     fit = partial(fit_linear_probe, batches, test_features=lambda: test_MF, targets=targets, config=config)
     linear, num_steps = seconds(fit), num_epochs * len(epoch_rows(num_train, epoch=0, config=config))
     bank_NC, queries_MC = (features_NF[:, :num_pooled].contiguous() for features_NF in (train_NF, test_MF))
-    vote = partial(knn_accuracies, bank_NC, queries_MC, targets, neighbors=neighbors_of(targets, config.num_neighbors))
+    neighbors = neighbors_of(targets, config.num_neighbors)
+
+    def vote() -> None:
+        for name, target in targets.items():
+            knn_classes(bank_NC, queries_MC, target, num_neighbors=neighbors[name])
+
     return Outcome(
         {
             "seconds_linear": rounded(linear),

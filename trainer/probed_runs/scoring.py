@@ -29,21 +29,20 @@ from trainer.provenance import origin_of_numbers
 AnyNetwork: TypeAlias = nn.Module | Callable[[Tensor], Tensor]
 _OF_LIBRARY = ("timm:", "torchvision:")
 _OBJECT = re.compile(r"[^:]+:[A-Za-z_]\w*")  # file.py:name or package.module:name
-_PROGRAMS = frozenset({".pt", ".ts", ".pt2"})
 
 
 def open_encoder(text: str) -> AnyNetwork:
     """Return the encoder that `text` names: a module on the CPU, or a function, from pictures in [0, 1] to rows (B, D).
 
     `text` is "timm:NAME" or "torchvision:NAME", with pretrained weights; "FILE.py:NAME" or "package.module:NAME", a
-    module or function of the user's own, whose code runs; an export of ours or a Hub directory; or a program of
-    TorchScript, FILE.pt, or of torch.export, FILE.pt2. Raises `UserError` if there is no such encoder.
+    module or function of the user's own, whose code runs; or an export of ours, or a Hub directory. Raises `UserError`
+    if there is no such encoder.
     """
     if text.startswith(_OF_LIBRARY):
         return open_network(text)
     path, _, name = text.rpartition(":")
     if not _OBJECT.fullmatch(text):
-        return _open_program(Path(text)) if Path(text).suffix in _PROGRAMS else load_encoder(text)
+        return load_encoder(text)
     if path.endswith(PYTHON_SUFFIX):
         path = import_file(Path(path))
     else:
@@ -52,19 +51,6 @@ def open_encoder(text: str) -> AnyNetwork:
     if isinstance(encoder, type) or not callable(encoder):
         raise UserError(f"{text} is a {type(encoder).__name__}; name a module, or a function from pictures to features")
     return encoder  # type: ignore[no-any-return]  # it is checked when it is called
-
-
-def _open_program(path: Path) -> nn.Module:
-    try:
-        if path.suffix == ".pt2":
-            return torch.export.load(path).module()
-        program: nn.Module = torch.jit.load(path, map_location="cpu")  # type: ignore[no-untyped-call]
-    except (OSError, RuntimeError, ValueError) as error:
-        raise UserError(
-            f"{path} is no program of torch.export or TorchScript ({str(error).splitlines()[0]}); of weights alone, "
-            "name the module that has loaded them, as my.py:encoder"
-        ) from None
-    return program
 
 
 def score(

@@ -30,7 +30,7 @@ from trainer.probes.features import TRAIN_DRAW, LabelSpace, encode, frozen, read
 from trainer.probes.fitting import fit_stored
 from trainer.probes.linear import ProbeConfig, Target
 from trainer.probes.shared import check_shared
-from trainer.probes.targets import label_targets, with_samples
+from trainer.probes.targets import check_labelled, label_targets
 from trainer.views.inputs import to_floating, to_unit_range
 
 logger = logging.getLogger(__name__)
@@ -257,9 +257,10 @@ def _targets(train: _Encoded, test: _Encoded, *, wanted: Sequence[str] | None) -
             f"the train set has the labels {', '.join(train.by_label)} and the test set {', '.join(test.by_label)}, "
             f"but both need {', '.join(missing)}"
         )
-    targets = {name: (train.by_label[name], test.by_label[name], int(train.by_label[name].max()) + 1) for name in names}
-    found = with_samples({name: Target(*parts) for name, parts in targets.items()}, wanted=wanted)
-    for name, target in found.items():
+    parts = {name: (train.by_label[name], test.by_label[name]) for name in names}
+    targets = {name: Target(*labels, num_classes=int(labels[0].max()) + 1) for name, labels in parts.items()}
+    check_labelled(targets)
+    for name, target in targets.items():
         if int(target.test_N.max()) >= target.num_classes:
             raise UserError(f"the test set has classes of label {name!r} that the train set lacks; number both alike")
-    return found
+    return targets

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import Schema
 from trainer.probes.features import LabelSpace, shared_rows
-from trainer.probes.linear import Target, accuracy, best_classes, num_labelled
+from trainer.probes.linear import Target, best_classes, num_labelled
 
 logger = logging.getLogger(__name__)
 
@@ -76,12 +76,6 @@ def vote(cosine_BR: Tensor, label_BR: Tensor, *, num_classes: int, temperature: 
     return best_classes(torch.einsum("br,brk->bk", (cosine_BR / temperature).exp(), is_class_BRK))
 
 
-def mean_of_neighbors(cosine_BR: Tensor, number_BR: Tensor, *, temperature: float = TEMPERATURE) -> Tensor:
-    """Return the mean of the numbers of the neighbours, (B,) float64, with the weights exp(cosine / temperature)."""
-    weight_BR = (cosine_BR.double() / temperature).softmax(1)
-    return (weight_BR * number_BR).sum(1)
-
-
 def knn_classes(
     bank_NC: Tensor,
     queries_QC: Tensor,
@@ -92,7 +86,7 @@ def knn_classes(
 ) -> Tensor:
     """Return the class that the vote gives to each test picture, (Q,) int64. Every rank calls this.
 
-    Of a label that is a number, returns the mean of the neighbours, (Q,) float64.
+    Of a label that is a number, returns the mean of the neighbours with the weights of the vote, (Q,) float64.
 
     Takes features of train and test pictures. The device of the train features computes. Train pictures without the
     label are no neighbours.
@@ -106,26 +100,10 @@ def knn_classes(
     def predict(chunk_BC: Tensor) -> list[Tensor]:
         cosine_BR, row_BR = nearest(bank_NC, chunk_BC.to(bank_NC.device), num_neighbors=num_neighbors)
         if number_K is not None:
-            return [mean_of_neighbors(cosine_BR, number_K[label_N[row_BR]])]
+            weight_BR = (cosine_BR.double() / TEMPERATURE).softmax(1)
+            return [(weight_BR * number_K[label_N[row_BR]]).sum(1)]
         return [vote(cosine_BR, label_N[row_BR], num_classes=target.num_classes)]
 
     with torch.no_grad():
         [class_Q] = shared_rows(predict, queries_QC, chunk_size=chunk_size)
     return class_Q
-
-
-def knn_accuracies(
-    bank_NC: Tensor,
-    queries_QC: Tensor,
-    targets: Mapping[LabelSpace, Target],
-    *,
-    neighbors: Mapping[LabelSpace, int],
-) -> dict[LabelSpace, float]:
-    """Return the test accuracy of every target, from features of train and test pictures. Every rank calls this.
-
-    `neighbors` are those of `neighbors_of`. An accuracy is nan if features are not finite.
-    """
-    return {
-        name: accuracy(knn_classes(bank_NC, queries_QC, target, num_neighbors=neighbors[name]), target.test_N)
-        for name, target in targets.items()
-    }

@@ -26,7 +26,7 @@ from trainer.models.activation_checkpointing import buffers_untouched
 from trainer.models.batch_norm import share_running_statistics
 from trainer.models.encoder import Encoder
 from trainer.probes.features import TRAIN_DRAW, LabelSpace, Pictures, extract, frozen, read_some
-from trainer.probes.knn import knn_accuracies, neighbors_of
+from trainer.probes.knn import knn_classes, neighbors_of
 from trainer.probes.linear import ProbeConfig, Target, accuracy, best_classes
 from trainer.probes.targets import label_targets
 
@@ -110,25 +110,15 @@ class OnlineProbe:
             with torch.autocast(self._device.type, dtype=self._dtype, enabled=is_half):
                 features = extract(encoder.pooled, self._images_NCHW, device=self._device).float()
             bank_NC, queries_MC = features[: self._num_train], features[self._num_train :]
-            metrics = {
-                f"probe/{space}/knn": value
-                for space, value in knn_accuracies(
-                    bank_NC, queries_MC, self._targets, neighbors=self._neighbors
-                ).items()
-            } | _ridge_accuracies(bank_NC, queries_MC, self._targets)
+            metrics: dict[str, float] = {}
+            for space, target in self._targets.items():
+                knn_M = knn_classes(bank_NC, queries_MC, target, num_neighbors=self._neighbors[space])
+                in_N = target.train_N != NO_LABEL
+                ridge_M = ridge_predict(bank_NC[in_N], target.train_N[in_N], queries_MC, num_classes=target.num_classes)
+                metrics[f"probe/{space}/knn"] = accuracy(knn_M, target.test_N)
+                metrics[f"probe/{space}/ridge"] = accuracy(ridge_M, target.test_N)
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         return finite | {"probe/seconds": time.perf_counter() - started}
-
-
-def _ridge_accuracies(bank_NC: Tensor, queries_MC: Tensor, targets: Mapping[LabelSpace, Target]) -> dict[str, float]:
-    accuracies: dict[str, float] = {}
-    for space, target in targets.items():
-        has_label_N = target.train_N != NO_LABEL
-        class_M = ridge_predict(
-            bank_NC[has_label_N], target.train_N[has_label_N], queries_MC, num_classes=target.num_classes
-        )
-        accuracies[f"probe/{space}/ridge"] = accuracy(class_M, target.test_N)
-    return accuracies
 
 
 def online_probe(

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from data_pipeline.building.tar_scan import LABEL_FIELDS
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import BASE, NO_LABEL
-from data_pipeline.storage.manifest import OVERLAY_NAME, Manifest
+from data_pipeline.core.sample import BASE
+from data_pipeline.storage.manifest import OVERLAY_NAME, LabelEntry, Manifest
 from trainer.probes.features import LabelSpace
-from trainer.probes.linear import Target
+from trainer.probes.linear import Target, num_labelled
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +51,8 @@ def readable_labels(
             f"{test.batch_shape}; build both from the same dataset"
         )
     check_same_classes(train, test)
-    found = {
-        space: () if label.is_number else label.classes
-        for space, label in train.labels.items()
-        if space in test.labels and len(label.classes) > 1
-    }
+    shared = _shared_labels(train, test)
+    found = {space: () if label.is_number else label.classes for space, label in shared.items()}
     if not found:
         in_train, in_test = (f"has {_named(each.labels) if each.labels else 'no label'}" for each in (train, test))
         raise UserError(
@@ -69,6 +66,17 @@ def readable_labels(
                 f"the samples have no label_{space} of two or more classes, only {_named(found)}; probe that"
             )
     return {space: names for space, names in found.items() if wanted is None or space in wanted}
+
+
+def _shared_labels(train: Manifest, test: Manifest) -> dict[LabelSpace, LabelEntry]:
+    """Return the labels of two or more classes that samples of both sets have; a number has two values in each."""
+    found = {}
+    for space, label in train.labels.items():
+        counts = [each.labels[space].counts if space in each.labels else (0,) for each in (train, test)]
+        least = 2 if label.is_number else 1
+        if len(label.classes) > 1 and all(not each or sum(map(bool, each)) >= least for each in counts):
+            found[space] = label
+    return found
 
 
 def _named(labels: Iterable[LabelSpace]) -> str:
@@ -127,13 +135,15 @@ def label_targets(
 ) -> dict[LabelSpace, Target]:
     """Return the labels to predict. Logs a warning of those that only one of both sets has.
 
-    Raises the errors of `readable_labels` and `with_samples`.
+    Raises the errors of `readable_labels` and `check_labelled`.
     """
     assert train.manifest is not None
     assert test.manifest is not None
-    for which, one, other in (("train", train.manifest, test.manifest), ("test", test.manifest, train.manifest)):
-        if lone := [space for space in one.labels if space not in other.labels]:
-            logger.warning("only the %s set has %s, so it is not probed", which, _named(lone))
+    shared = _shared_labels(train.manifest, test.manifest)
+    if lone := (train.manifest.labels | test.manifest.labels).keys() - shared:
+        logger.warning(
+            "not probed, because only one of both sets has samples with it, or all have one class: %s", _named(lone)
+        )
     targets = {}
     for space, names in readable_labels(train.manifest, test.manifest, wanted=wanted).items():
         of_train, of_test = (each.labels[space].numbers for each in (train.manifest, test.manifest))
@@ -142,31 +152,15 @@ def label_targets(
             numbers = (torch.tensor(of_train, dtype=torch.float64), torch.tensor(of_test, dtype=torch.float64))
         num_classes = len(train.manifest.labels[space].classes)
         targets[space] = Target(train.by_label[space], test.by_label[space], num_classes, numbers)
-    return with_samples(targets, wanted=wanted)
+    check_labelled(targets)
+    return targets
 
 
-def with_samples(
-    targets: Mapping[LabelSpace, Target], *, wanted: Sequence[LabelSpace] | None
-) -> dict[LabelSpace, Target]:
-    """Return the targets that samples of both sets have, of a number with two values or more; warn of the others.
-
-    Raises `UserError` if none is left, or if one of the others is `wanted`.
-    """
-    found, said = {}, ""
+def check_labelled(targets: Mapping[LabelSpace, Target]) -> None:
+    """Raise `UserError` if no sample of the train set or of the test set has one of the labels."""
     for space, target in targets.items():
-        lacking = [
-            which
-            for which, label_N in (("train", target.train_N), ("test", target.test_N))
-            if len({*label_N.tolist()} - {NO_LABEL}) < (1 if target.numbers is None else 2)
-        ]
-        if not lacking:
-            found[space] = target
-            continue
-        what = f"label_{space}" if target.numbers is None else f"two values of label_{space}"
-        said = f"none of the {lacking[0]} samples has {what}"
-        if space in (wanted or ()):
-            break
-        logger.warning("%s, so it is not probed", said)
-    if said and (not found or set(wanted or ()) - found.keys()):
-        raise UserError(f"{said}; leave it out of the labels, or take more samples")
-    return found
+        for which, label_N in (("train", target.train_N), ("test", target.test_N)):
+            if not num_labelled(label_N):
+                raise UserError(
+                    f"none of the {which} samples has label_{space}; leave it out of the labels, or take more samples"
+                )

@@ -6,8 +6,8 @@ import torch
 from numpy.typing import NDArray
 from sklearn.neighbors import KNeighborsClassifier
 
-from trainer.probes.knn import knn_accuracies, knn_classes, nearest, neighbors_of, vote
-from trainer.probes.linear import Target
+from trainer.probes.knn import knn_classes, nearest, neighbors_of, vote
+from trainer.probes.linear import Target, accuracy
 
 
 def random_features(num: int, *, num_channels: int = 12, seed: int) -> torch.Tensor:
@@ -54,9 +54,14 @@ def test_all_of_four_separated_clusters_are_told_apart(caplog: pytest.LogCapture
     neighbors = neighbors_of(targets, 200)
     assert neighbors == {"base": 20}
     assert "label_base has k = 20" in caplog.text
-    assert knn_accuracies(bank_NC, queries_QC, targets, neighbors=neighbors) == {"base": 1.0}
+    [target] = targets.values()
+
+    def found(num_neighbors: int) -> float:
+        return accuracy(knn_classes(bank_NC, queries_QC, target, num_neighbors=num_neighbors), test_label_Q)
+
+    assert found(20) == 1.0
     assert KNeighborsClassifier(5).fit(bank_NC, label_N).score(queries_QC, test_label_Q) == 1.0
-    assert knn_accuracies(bank_NC, queries_QC, targets, neighbors={"base": 120}) == {"base": 0.25}
+    assert found(120) == 0.25
 
 
 def test_a_class_without_train_samples_and_samples_without_the_label_do_not_lower_k() -> None:

@@ -16,7 +16,7 @@ from tests.trainer.probes.toy import Spy, ToyEncoder, toy_pictures
 from trainer.probes import linear
 from trainer.probes.features import LabelSpace
 from trainer.probes.fitting import fit
-from trainer.probes.knn import knn_accuracies
+from trainer.probes.knn import knn_classes
 from trainer.probes.linear import (
     PROBE_VIEW,
     FeatureBatch,
@@ -203,9 +203,9 @@ def test_scores_that_are_not_finite_have_no_class_and_no_accuracy() -> None:
     bad_NF, good_NF = torch.full((6, 4), torch.nan), torch.eye(6, 4)
     label_N = torch.arange(6) % 2
     assert math.isnan(linear.accuracy(LinearHead(torch.ones(2, 4), torch.zeros(2)).classes(bad_NF), label_N))
-    target = {"base": Target(label_N, label_N, num_classes=2)}
+    target = Target(label_N, label_N, num_classes=2)
     one_bad_NF = good_NF.clone()
     one_bad_NF[3, 0] = torch.nan
     for bank_NF, query_NF in ((good_NF, bad_NF), (one_bad_NF, good_NF)):
-        assert math.isnan(knn_accuracies(bank_NF, query_NF, target, neighbors={"base": 1})["base"])
+        assert math.isnan(linear.accuracy(knn_classes(bank_NF, query_NF, target, num_neighbors=1), label_N))
         assert (ridge_predict(bank_NF, label_N, query_NF, num_classes=2) < 0).all()
