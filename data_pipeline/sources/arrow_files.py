@@ -77,7 +77,7 @@ class ArrowFiles(Files):
         nested = re.compile("binary|large_(?!string)|list|struct|map|fixed")
         self._labels = [name for name, kind in kinds.items() if is_label_name(name) and not nested.match(kind)]
         named = {name: features.get(name, {}).get("names") for name in self._labels}
-        self.classes = {name: tuple(names) for name, names in named.items() if names}
+        self.classes = {name: tuple(as_word(each) or each for each in names) for name, names in named.items() if names}
         if left_out := kinds.keys() - {self._column, *self._labels}:
             logger.info("%s: left out the columns %s", root, ", ".join(sorted(left_out)))
 

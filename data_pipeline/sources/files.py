@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Final, overload
 
@@ -42,6 +43,9 @@ class Names(Sequence[str]):
 
     def __len__(self) -> int:
         return len(self._stops) - 1
+
+    def __iter__(self) -> Iterator[str]:  # in a third of the time of the inherited one
+        return (os.fsdecode(self._joined[start:stop]) for start, stop in pairwise(self._stops))
 
     @overload
     def __getitem__(self, number: int) -> str: ...

@@ -33,10 +33,10 @@ _MAX_TEXT: Final = 100  # characters of a class in a .txt beside a record
 
 @dataclass
 class Found:
-    """Records, in any order, with the word of each for every label, and for its split if something says it.
+    """Records, sorted by the parts of their paths, with the word of each for every label, and for its split.
 
-    `classes` are those of a label in their order, if they are known. If `classes_are_folders`, the folders of the
-    records are the classes of `base`, unless `words` has this label.
+    `splits` is None if nothing says them. `classes` are those of a label in their order, if they are known. If
+    `classes_are_folders`, the folders of the records are the classes of `base`, unless `words` has this label.
     """
 
     kind: str
@@ -155,7 +155,8 @@ def _of_tables(look: Look, kind: str, tables: Mapping[str, Table]) -> Found | No
         )
     if unnamed := sorted(set(look.names) - set(names)):
         look.notes["left out what the table of labels does not name"] = unnamed
-    return Found(kind, names, words_of, splits if any(splits) else None, classes_are_folders=False)
+    found = Found(kind, names, words_of, splits if any(splits) else None, classes_are_folders=False)
+    return found.choose(sorted(range(len(names)), key=lambda row: names[row].split("/")))
 
 
 def _tiny_imagenet(look: Look) -> Found | None:
@@ -200,7 +201,9 @@ def _spoken_digits(look: Look) -> Found | None:
 
 
 def _files_beside(look: Look) -> Found | None:
-    there = set(look.beside)
+    there = {name for name in look.beside if name.endswith((".json", ".cls", ".txt"))}
+    if not there:
+        return None
     stems = [name[: len(name) - len(ending_of(name))] for name in look.names]
 
     def texts_of(ending: str) -> list[str]:

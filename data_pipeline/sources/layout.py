@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.audio import sound_file
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.label_words import MAX_CLASSES, as_word, choose_classes, normal
+from data_pipeline.core.label_words import MAX_CLASSES, as_number, as_word, choose_classes, normal
 from data_pipeline.core.sample import BASE, Medium
 from data_pipeline.sources import LabelColumn
 from data_pipeline.sources.files import Files, Names, ending_of
@@ -44,6 +44,7 @@ _SPLIT_OF_WORD: Final = {
     **dict.fromkeys(("val", "valid", "validation", "dev"), VAL),
 }
 _NUM_NAMED: Final = 10  # splits in a message
+_NUM_TEXTS: Final = 1_000  # that nearly all differ are captions or names, and no classes
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,6 @@ def find_layout(
     if not found.names:
         endings = ", ".join(sorted(SUFFIXES[medium]))
         raise UserError(f"{files.root} holds no {medium}s ({endings}); give --root the folder that holds them")
-    found = found.choose(sorted(range(len(found.names)), key=lambda row: found.names[row].split("/")))
     num_above = _num_common_folders(found.names)
     if found.splits is None:
         folders = [_folder(name, num_above) for name in found.names]
@@ -118,14 +118,16 @@ def find_layout(
     for label, words in found.words.items():
         word_of = {word: as_word(word) for word in set(words)}
         classes = choose_classes(label, set(word_of.values()), known=found.classes.get(label))
-        if 1 <= len(classes.names) <= MAX_CLASSES:
+        are_words = any(word and as_number(word) is None for word in word_of.values())
+        are_texts = are_words and len(word_of) > max(_NUM_TEXTS, len(words) // 2)
+        if 1 <= len(classes.names) <= MAX_CLASSES and not are_texts:
             number_of = {word: classes.number_of[each] for word, each in word_of.items()}
             title = medium if label == BASE else label
             columns[label] = _column(title, classes.names, number_of, words)
             if classes.remark:
                 look.notes[classes.remark] = []
         else:
-            look.notes[f"left out the label {label}, which has {len(classes.names)} classes"] = []
+            look.notes[f"left out the label {label}, which has {len(classes.names)} different values"] = []
     return Layout(
         files=files,
         kind=found.kind if columns else f"{found.kind} without labels",

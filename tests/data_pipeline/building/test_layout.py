@@ -104,6 +104,14 @@ TABLES: dict[str, tuple[dict[str, str | bytes | None], dict[str, str], list[str]
         dict.fromkeys(FLAT, ":"),
         ["ignored files that are no picture"],
     ),
+    "captions in a table": (
+        {
+            "metadata.csv": "file_name,text,age\n" + "".join(f"{i:04}.png,an owl {i},{i}.5\n" for i in range(1_001)),
+            **{f"{i:04}.png": b"" for i in range(1_001)},
+        },
+        {f"{i:04}.png": f": age={i}.5" for i in range(1_001)},
+        ["left out the label text, which has 1001 different values"],
+    ),
     "an object of JSON beside each": (
         {
             "a/1.png": None,

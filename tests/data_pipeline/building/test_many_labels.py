@@ -137,6 +137,25 @@ def test_a_table_and_an_overlay_give_their_labels_together(tmp_path: Path, overl
     assert set(batch.labels["overlay"].tolist()) <= {0, 1, 2}
 
 
+def test_a_flat_folder_is_a_dataset_without_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    hospital(tmp_path / "pics", num=10)
+    pics = tmp_path / "pics" / "a"
+    assert build_dataset("folder", tmp_path / "all", root=pics).labels == {}
+    with pytest.raises(UserError, match=r"so both splits would hold the same pictures; .* test_share=0\.2 to both"):
+        build_dataset("folder", tmp_path / "none", root=pics, split="test")
+    share = {"test_share": 0.2}
+    counts = {}
+    for split in ("train", "test"):
+        manifest = build_dataset("folder_shapes", tmp_path / split, root=pics, split=split, source_options=share)
+        assert list(manifest.labels) == ["overlay"]
+        counts[split] = manifest.num_samples
+        [batch] = read_all(tmp_path / split, batch_size=10)
+        assert set(batch.labels) == {"overlay"}
+    assert counts == {"train": 8, "test": 2}
+    assert build_dataset("folder", tmp_path / "above", root=tmp_path / "pics").num_samples == 10
+    assert not caplog.messages
+
+
 def test_a_dataset_whose_labels_have_changed_is_not_built_on(tmp_path: Path) -> None:
     table, _ = hospital(tmp_path / "pics")
     arguments: dict[str, Any] = {"root": tmp_path / "pics", "source_options": {"labels": str(table)}}
