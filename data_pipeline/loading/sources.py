@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BadSample, Batch
@@ -70,25 +71,19 @@ def check_crops(stores: Sequence[SampleStore]) -> None:
 
 def fits_cache(store: SampleStore, *, shuffle_shards: int | None) -> bool:
     """Return whether the cache of a remote dataset is large enough for its reading order."""
-    return store.max_shards is None or _num_shards_needed(store, shuffle_shards) <= store.max_shards
+    return store.max_shards is None or len(_cached_at_once(store, shuffle_shards)) <= store.max_shards
 
 
-def _num_shards_needed(store: SampleStore, shuffle_shards: int | None) -> int:
-    """Return the number of shards that must be cached at once: all, or the window being read and the next one."""
-    num_shards = len(store.shard_ends)
-    return num_shards if shuffle_shards is None else min(2 * shuffle_shards, num_shards)
-
-
-def _gigabytes_needed(store: SampleStore, shuffle_shards: int | None) -> float:
-    """Return the size of a cache that is large enough for a reading order, in 10^9 bytes."""
-    largest = np.sort(store.shard_bytes)[::-1][: _num_shards_needed(store, shuffle_shards)]
-    return math.ceil(1.05 * int(largest.sum()) / 1e7) / 100  # with the indexes of the shards
+def _cached_at_once(store: SampleStore, shuffle_shards: int | None) -> NDArray[np.int64]:
+    """Return the sizes of the largest shards that are cached at once: all, or the window being read and the next."""
+    return np.sort(store.shard_bytes)[::-1][: None if shuffle_shards is None else 2 * shuffle_shards]
 
 
 def check_cache(stores: Sequence[SampleStore], remote: RemoteConfig, *, shuffle_shards: int | None) -> None:
     """Raise `UserError` if the cache is too small for the reading order of remote datasets that are read together."""
     stores = [store for store in stores if store.is_remote]
-    needed = sum(_gigabytes_needed(store, shuffle_shards) for store in stores)
+    num_bytes = [int(_cached_at_once(store, shuffle_shards).sum()) for store in stores]
+    needed = sum(math.ceil(1.05 * num / 1e7) / 100 for num in num_bytes)  # with the indexes of the shards
     # Without a directory of their own choice, each has a cache of its own.
     limit = math.inf if remote.cache_dir is None or remote.cache_gigabytes is None else remote.cache_gigabytes
     each_fits = all(fits_cache(store, shuffle_shards=shuffle_shards) for store in stores)

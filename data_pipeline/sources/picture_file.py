@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import io
 import math
-import threading
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ import numpy as np
 import simplejpeg
 from numpy.lib import format as npy_format
 from numpy.typing import NDArray
-from PIL import Image, ImageFile, TiffImagePlugin, UnidentifiedImageError
+from PIL import Image, ImageFile, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 from data_pipeline.core.value_range import HOW_TO_GIVE, ValueRange
 
@@ -43,23 +43,15 @@ JPEG_FORMATS: Final = frozenset({"JPEG", "MPO"})  # Pillow calls a JPEG with sev
 
 _ORIENTATION: Final = 0x0112  # the number of the EXIF tag
 _SAMPLES_PER_PIXEL: Final = 277  # the number of the tag of TIFF
-# How to turn a stored picture upright, by its EXIF orientation. Orientation 1 is upright already.
-_UPRIGHT: Final = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+_ORIENTATIONS: Final = range(1, 9)  # 1 is upright
 _TURNED_BY_90_DEGREES: Final = range(5, 9)
-_WARNINGS: Final = threading.Lock()  # all threads share the filters of warnings
 _BACKGROUND: Final = (255, 255, 255)
 _16_BITS: Final = ValueRange(0, 65_535)
 SCALED_BY_PILLOW: Final = frozenset({"PPM", "JPEG2000"})  # to 16 bits, because a file names the range of its values
 # Pillow's names of the layouts of PNGs whose transparent colour it does not bring to 8 bits with the pixels.
 _GREY_STEPS: Final = {"L;2": 85, "L;4": 17}  # the step of 8 bits between two levels of grey
+# Pillow warns of damaged EXIF, for example, which many pictures of large datasets have.
+_WITHOUT_WARNINGS: Final = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
 _END_MARK: Final = b"\xff\xd9"  # of a JPEG
 _HEIF_BRANDS: Final = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})
 _LONGEST_START: Final = 12  # bytes by which formats are known here
@@ -215,16 +207,16 @@ def opened(file: PictureData) -> Iterator[ImageFile.ImageFile | NDArray[Any]]:
     stream = io.BytesIO(file) if isinstance(file, bytes | memoryview) else file
     start = stream.read(_LONGEST_START)
     stream.seek(0)
+    if _WITHOUT_WARNINGS not in warnings.filters:  # or not any more, after a block that restores the filters
+        warnings.filterwarnings("ignore", module=r"PIL\.")
     try:
         if start.startswith(npy_format.MAGIC_PREFIX):
             yield _of_one_picture(npy_values(file if isinstance(file, bytes | memoryview) else file.read()))
             return
-        with without_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            picture = _open(stream, start)
-        with picture:
+        with _open(stream, start) as picture:
+            _check_size(picture.height, picture.width)
             yield picture
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+    except Image.DecompressionBombError:
         raise ValueError(f"it has more than {Image.MAX_IMAGE_PIXELS:,} pixels") from None
     except UnidentifiedImageError:
         if start[:4] in _TIFF_STARTS:
@@ -278,9 +270,14 @@ def _of_one_picture(values: NDArray[Any]) -> NDArray[Any]:
         raise UnreadableError(f"its shape is {shape}; save one picture, (H, W), (H, W, C) or (C, H, W), to a file")
     elif shape[0] != shape[1] and (shape[1] == shape[2] or shape[0] < shape[2]):
         values = values.transpose(1, 2, 0)
-    if values.shape[0] * values.shape[1] > (Image.MAX_IMAGE_PIXELS or math.inf):
-        raise Image.DecompressionBombError
+    _check_size(*values.shape[:2])
     return values
+
+
+def _check_size(height: int, width: int) -> None:
+    """Raise Pillow's error of a picture that is too large, of which Pillow itself only warns up to twice the size."""
+    if height * width > (Image.MAX_IMAGE_PIXELS or math.inf):
+        raise Image.DecompressionBombError
 
 
 def upright_size(picture: ImageFile.ImageFile) -> tuple[int, int]:
@@ -294,22 +291,14 @@ def exif_orientation(picture: Image.Image) -> int:
     if picture.format == "TIFF":
         return 1  # Pillow turns the pixels itself
     try:
-        with without_warnings():
-            # PNG's own method decodes all pixels to find what comes after them.
-            found = Image.Image.getexif(picture).get(_ORIENTATION)
+        # PNG's own method decodes all pixels to find what comes after them.
+        found: Any = Image.Image.getexif(picture).get(_ORIENTATION)
     except Exception:  # Pillow raises many kinds
         return 1
-    return found if found in _UPRIGHT else 1
+    return found if found in _ORIENTATIONS else 1
 
 
 def turned(picture: Image.Image, orientation: int) -> Image.Image:
     """Return a stored picture upright, by its EXIF orientation."""
-    return picture if orientation == 1 else picture.transpose(_UPRIGHT[orientation])
-
-
-@contextmanager
-def without_warnings() -> Iterator[None]:
-    """Silence Pillow's warnings, such as those of damaged EXIF, which it gives for many pictures of large datasets."""
-    with _WARNINGS, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    picture.getexif()[_ORIENTATION] = orientation
+    return ImageOps.exif_transpose(picture)
