@@ -34,14 +34,13 @@ from data_pipeline.building.tar_scan import (
     LABEL_FIELDS,
     PATH_FIELD,
     TAR_FIELD,
-    Candidate,
+    UNREAD_LABELS,
     LeftOut,
     ScanInputs,
     ScannedTar,
     TarTask,
     mean_and_std,
     scan_tar,
-    unread_label,
 )
 from data_pipeline.core.errors import UserError, printable
 from data_pipeline.core.label_words import MAX_CLASSES, Classes, choose_classes
@@ -51,7 +50,6 @@ from data_pipeline.core.schema import check_label_name
 from data_pipeline.core.value_range import VALUE_RANGE, ValueRange
 from data_pipeline.overlays import OverlayInputs, PixelOverlay
 from data_pipeline.overlays.registry import kind_of, save_overlay
-from data_pipeline.sources.tar_files import are_numbered
 from data_pipeline.storage.index import HASHES_NAME, NUMBERS_NAME, SAMPLES_NAME, TIMES_NAME, labels_name
 from data_pipeline.storage.locations import MANIFEST_NAME, TARS_NAME, index_directory, is_remote, listed_tars
 from data_pipeline.storage.manifest import (
@@ -66,6 +64,7 @@ from data_pipeline.storage.manifest import (
     Tars,
     load_manifest,
 )
+from data_pipeline.storage.tar_headers import are_numbered
 
 _NUM_MEASURED: Final = 2_000  # pictures from which the mean and the deviation are computed
 _NUM_NAMED: Final = 12  # class names in a description
@@ -265,7 +264,7 @@ def _found_labels(
     for name in tars[0].labels:
         words = {word for each in tars for word in each.labels[name]}
         if not words and fields.labels is not None:
-            reasons = (each.left_out.first.get(unread_label(name)) for each in tars)
+            reasons = (each.left_out.first.get(UNREAD_LABELS) for each in tars)
             unread = next((f" ({reason})" for reason in reasons if reason), "")
             raise UserError(
                 f"no sample of {location} has a label under {fields.labels[name]}{printable(unread)}; its fields are "
@@ -335,28 +334,27 @@ def describe_tars(tars: Sequence[ScannedTar], fields: Fields) -> Iterator[str]:
         left_out += tar.left_out
     yield from left_out.lines()
     if candidates := find_candidates(tars):
-        named = [f"--label {name} ({len(each.values):,} values)" for name, each in candidates.items()]
+        named = [f"--label {name} ({len(nums):,} values)" for name, nums in candidates.items()]
         yield f"samples have no label in {', '.join(LABEL_FIELDS)}; it may be {' or '.join(named[:_NUM_CANDIDATES])}"
 
 
-def find_candidates(tars: Sequence[ScannedTar]) -> dict[str, Candidate]:
+def find_candidates(tars: Sequence[ScannedTar]) -> dict[str, Counter[str]]:
     """Return what could be the label of tars that were scanned without a named one, the likeliest first.
 
     That is a level of folders in which all samples lie, or an entry of their JSON, if some samples have equal values;
     and the name of the tar, unless the tars are numbered one after another.
     """
-    num = sum(int((tar.label_of[BASE] == NO_LABEL).sum()) for tar in tars if BASE in tar.label_of)
-    found: defaultdict[str, Candidate] = defaultdict(Candidate)
+    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for tar in tars:
-        for name, each in tar.candidates.items():
-            found[name].num_found += each.num_found
-            found[name].values |= each.values
-    if are_numbered(found[TAR_FIELD].values):
+        for name, nums in tar.candidates.items():
+            found[name] += nums
+    num = found[TAR_FIELD].total()  # each sample has this one
+    if are_numbered(found[TAR_FIELD]):
         del found[TAR_FIELD]
     likely = {
-        name: each
-        for name, each in found.items()
-        if 1 < len(each.values) < each.num_found and (each.num_found == num or name.startswith("json:"))
+        name: nums
+        for name, nums in found.items()
+        if 1 < len(nums) < nums.total() and (nums.total() == num or name.startswith("json:"))
     }
     return dict(sorted(likely.items(), key=lambda item: item[0].partition(":")[2] not in _LIKELY_ENTRIES))
 

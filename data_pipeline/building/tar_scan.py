@@ -15,7 +15,7 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
@@ -33,7 +33,7 @@ from data_pipeline.remote.fetch import RemoteConfig, RemoteFile, fetch
 from data_pipeline.storage.index import MAX_MEMBER_BYTES, map_file, pack
 from data_pipeline.storage.locations import is_remote
 from data_pipeline.storage.manifest import Fields
-from data_pipeline.storage.tar_headers import TarContents, TarMember, plain_contents, read_contents, split_name
+from data_pipeline.storage.tar_headers import TarMember, name_of_tar, plain_contents, read_contents, split_name, tars_in
 
 LABEL_FIELDS: Final = ("cls", "label", "label.txt", "class", "cls.txt")  # tried in this order if none is named
 _MAX_LABEL_BYTES: Final = 1 << 20
@@ -42,22 +42,14 @@ _MAX_FIELDS: Final = 50  # that are counted in a tar
 _METADATA: Final = re.compile(r"__[^/]*__($|/)")  # names of members that WebDataset passes over
 _FINE: Final = 1 << 20  # places of a draw in a piece of a tar
 PATH_FIELD, TAR_FIELD = "path", "tar"  # labels that are no file: see `Fields.labels`
-_NUM_JSON: Final = 200  # files of a tar in which entries are looked for that could be labels
-_MAX_VALUES: Final = 10_000  # of what could be a label, that are kept for a tar
+_NUM_JSON: Final = 200  # samples of a tar in whose JSON entries are looked for that could be labels
 
 # What is left out.
 _INCOMPLETE: Final = "samples without a picture, or with one of more than 268 MB, are left out"
 DOTTED: Final = "files are left out, because more than one dot is in their names; --key last-dot reads them"
-_LINKS: Final = "links are not read; store files in their place, with `tar --dereference`"
-SPARSE: Final = "sparse files are left out, because the tar does not store their holes; pack them without `--sparse`"
-_NO_TAR: Final = "tars in the tars hold no whole file or are no plain tars; unpack them if they are compressed"
+UNREAD_LABELS: Final = "labels cannot be read"
 _UNDECODED: Final = "of the pictures that were tried do not decode"
 UNUSED: Final = "bytes behind the ends of tars, some cut short or damaged, are not used"
-
-
-def unread_label(name: str) -> str:
-    """Return the reason for which values of a label are left out."""
-    return f"values of the label {name} cannot be read"
 
 
 class LeftOut:
@@ -88,20 +80,6 @@ class LeftOut:
             yield f"{num:,} {reason}{such_as}"
 
 
-@dataclass
-class Candidate:
-    """What could be a label: how many samples have a value, and some of the different values."""
-
-    num_found: int = 0
-    values: set[str] = field(default_factory=set)
-
-    def add(self, word: str) -> None:
-        """Count a value; "" is none."""
-        self.num_found += bool(word)
-        if word and len(self.values) < _MAX_VALUES:
-            self.values.add(word)
-
-
 @dataclass(frozen=True)
 class ScannedTar:
     """The entries of an index for one tar.
@@ -116,7 +94,8 @@ class ScannedTar:
         left_out: what of the tar is not used.
         problems: what is wrong with the ends of a local tar and the tars in it, which may be cut short or damaged.
         fields: how many samples have each extension.
-        candidates: if no label is named, what could be the label of samples without one: see `Fields.labels`.
+        candidates: if no label is named, what could be the label of samples without one (`Fields.labels`), and how many
+            of them have each value.
         sums: of the measured pictures: their number, and for each channel the mean and the mean square.
         bad: the pictures that do not decode, and why, if all were tried; they are no samples.
     """
@@ -131,7 +110,7 @@ class ScannedTar:
     left_out: LeftOut
     problems: Sequence[str]
     fields: Mapping[str, int]
-    candidates: Mapping[str, Candidate]
+    candidates: Mapping[str, Counter[str]]
     sums: NDArray[np.float64]
     bad: Sequence[str]
 
@@ -175,19 +154,25 @@ def scan_tar(inputs: ScanInputs, task: TarTask, *, is_built: bool = False) -> Sc
     """
     with _local(inputs, task) as path:
         status, data = path.stat(), map_file(path)
-        contents = read_contents(data) if is_remote(task.path) else plain_contents(data, task.path)
-        if is_remote(task.path) and not (contents.members and contents.is_whole):
+        outer = read_contents(data) if is_remote(task.path) else plain_contents(data, task.path)
+        if is_remote(task.path) and not (outer.members and outer.is_whole):
             raise UserError(f"{task.path}: the answer of {len(data)} bytes is not a whole tar; check the location")
         left_out = LeftOut()
-        problems = [] if contents.problem is None else [contents.problem]
+        problems: list[str] = []
         labels = {name: _LabelReader(inputs.fields, name, left_out, is_built) for name in inputs.label_names}
-        candidates = _Candidates(data)
+        candidates: defaultdict[str, Counter[str]] = defaultdict(Counter)
         fields: Counter[str] = Counter()
         num_members = 1 if inputs.fields.mask is None else 2
         bad: list[str] = []
         chosen: list[TarMember] = []  # of all samples end to end, because many small lists cost the garbage collector
-        for tar, members in _tars_in(data, task.path, contents, left_out, problems):
-            for of_sample in _samples(members, at_last_dot=inputs.fields.key == "last-dot"):
+        for inner, contents in tars_in(data, outer):
+            tar = name_of_tar(inner or task.path)
+            for name, why in contents.others:
+                left_out.add(why, name)
+            left_out.add(UNUSED, num=contents.num_unread)
+            if contents.problem is not None:
+                problems.append(f"holds {inner}, which {contents.problem}" if inner else contents.problem)
+            for of_sample in _samples(contents.members, at_last_dot=inputs.fields.key == "last-dot"):
                 fields.update(of_sample.keys())
                 if (found := _members(inputs.fields, of_sample, left_out)) is None:
                     continue
@@ -201,7 +186,7 @@ def scan_tar(inputs: ScanInputs, task: TarTask, *, is_built: bool = False) -> Sc
                 for label in labels.values():
                     label.read(of_sample, data, tar)
                 if inputs.fields.labels is None and labels[BASE].found[-1] == NO_LABEL:
-                    candidates.add(of_sample, tar)
+                    _add_candidates(candidates, of_sample, data, tar, with_json=len(labels[BASE].found) <= _NUM_JSON)
         rows = measured_rows(len(chosen) // num_members, num=inputs.num_measured, tar=task.number)
         sums = _measure([chosen[num_members * row] for row in rows], data, inputs, left_out)
         offsets = np.array([member.offset for member in chosen], dtype=np.int64)
@@ -217,49 +202,10 @@ def scan_tar(inputs: ScanInputs, task: TarTask, *, is_built: bool = False) -> Sc
             left_out=left_out,
             problems=problems,
             fields=dict(fields.most_common(_MAX_FIELDS)),
-            candidates=candidates.found,
+            candidates=candidates,
             sums=sums,
             bad=bad,
         )
-
-
-def _tars_in(
-    data: memoryview, path: str, contents: TarContents, left_out: LeftOut, problems: list[str]
-) -> Iterator[tuple[str, list[TarMember]]]:
-    """Yield the name and the members of a tar, and then those of each tar in it, with their places in the outer one."""
-    inner = [
-        member for member in contents.members if member.name[-4:].lower() == ".tar" and "/._" not in f"/{member.name}"
-    ]
-    inside = set(inner)
-    yield (
-        name_of_tar(path),
-        [member for member in contents.members if member not in inside] if inner else contents.members,
-    )
-    _leave_out(contents, left_out)
-    for member in inner:
-        found = read_contents(data[member.offset : member.offset + member.size])
-        if not found.members:
-            left_out.add(_NO_TAR, member.name)
-            continue
-        if found.problem is not None:
-            problems.append(f"holds {member.name}, which {found.problem}")
-        _leave_out(found, left_out)
-        yield (
-            name_of_tar(member.name),
-            [TarMember(name, member.offset + begin, size) for name, begin, size in found.members],
-        )
-
-
-def _leave_out(contents: TarContents, left_out: LeftOut) -> None:
-    left_out.add(_LINKS, num=contents.num_links)
-    for name in contents.sparse:
-        left_out.add(SPARSE, name)
-    left_out.add(UNUSED, num=contents.num_unread)
-
-
-def name_of_tar(path: str) -> str:
-    """Return the name of a tar without its folders and ending, in NFC: the label `tar` of its samples."""
-    return normal(re.sub(r"\.tar$", "", path.rpartition("/")[2], flags=re.IGNORECASE))
 
 
 def _members(fields: Fields, of_sample: Mapping[str, TarMember], left_out: LeftOut) -> list[TarMember] | None:
@@ -323,7 +269,7 @@ class _LabelReader:
 
     def __init__(self, fields: Fields, name: str, left_out: LeftOut, is_built: bool) -> None:
         self._field = None if fields.labels is None else fields.labels[name]
-        self._left_out, self._reason, self._is_built = left_out, unread_label(name), is_built
+        self._left_out, self._is_built = left_out, is_built
         self.numbers: dict[str, int] = {}
         self.found: list[int] = []
 
@@ -332,7 +278,7 @@ class _LabelReader:
             word = _label(self._field, of_sample, data, tar, is_built=self._is_built)
         except ValueError as error:
             word = ""
-            self._left_out.add(self._reason, str(error))
+            self._left_out.add(UNREAD_LABELS, str(error))
         self.found.append(self.numbers.setdefault(word, len(self.numbers)) if word else NO_LABEL)
 
 
@@ -376,26 +322,24 @@ def _folders(of_sample: Mapping[str, TarMember]) -> list[str]:
     return [normal(folder) for folder in folders if folder not in ("", ".")]
 
 
-class _Candidates:
-    """Collects what could be the label of samples without one: their folders, their tar, and entries of their JSON."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data, self._num_json = data, 0
-        self.found: defaultdict[str, Candidate] = defaultdict(Candidate)
-
-    def add(self, of_sample: Mapping[str, TarMember], tar: str) -> None:
-        self.found[TAR_FIELD].add(tar)
-        for level, folder in enumerate(_folders(of_sample)):
-            self.found[f"{PATH_FIELD}:{level}"].add(folder)
-        member = of_sample.get("json")
-        if member is None or self._num_json == _NUM_JSON or member.size > _MAX_LABEL_BYTES:
-            return
-        self._num_json += 1
-        with suppress(ValueError):
-            entries = json.loads(bytes(self._data[member.offset : member.offset + member.size]))
-            for name, value in entries.items() if isinstance(entries, dict) else ():
-                if isinstance(value, (str, int)):
-                    self.found[f"json:{name}"].add(as_word(value))
+def _add_candidates(
+    candidates: Mapping[str, Counter[str]],
+    of_sample: Mapping[str, TarMember],
+    data: memoryview,
+    tar: str,
+    *,
+    with_json: bool,
+) -> None:
+    """Count what could be the label of a sample: its tar, its folders, and entries of its JSON."""
+    candidates[TAR_FIELD][tar] += 1
+    for level, folder in enumerate(_folders(of_sample)):
+        candidates[f"{PATH_FIELD}:{level}"][folder] += 1
+    member = of_sample.get("json")
+    if member is not None and with_json and member.size <= _MAX_LABEL_BYTES:
+        with suppress(ValueError, RecursionError, AttributeError):
+            for name, value in json.loads(bytes(data[member.offset : member.offset + member.size])).items():
+                if isinstance(value, (str, int)) and (word := as_word(value)):
+                    candidates[f"json:{name}"][word] += 1
 
 
 def _value_in_json(content: bytes, entry: str) -> object:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -29,6 +29,8 @@ _RECORD: Final = re.compile(rb"(\d{1,9}) ([^=\n]{1,99})=")  # begins one
 _SIZE: Final = re.compile(rb"\d{1,18}")
 _ADLER_BASE: Final = 65_521
 _MAX_RECORDS_BYTES: Final = 1 << 20
+LINKS: Final = "links, which are not read; `tar --dereference` stores files in their place"
+SPARSE: Final = "sparse files, whose holes are not stored; pack them without `--sparse`"
 _UNPACKED_BY: Final = {b"\x1f\x8b": "gunzip", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz", b"(\xb5/\xfd": "unzstd"}
 _MANY: Final = 1 << 20  # bytes that are compared with zero at once
 
@@ -46,16 +48,14 @@ class TarContents:
     """The files of a tar in stored order, and its end.
 
     Attributes:
-        num_links: hard and symbolic links, which are not among the members.
-        sparse: the names of files whose content is not stored as it is, because it has holes; they are no members.
+        others: the names of links, and of files with holes, which are not stored as they are; with `LINKS` or `SPARSE`.
         end: the position after the last member.
         is_whole: whether the zeros that end a tar follow.
         num_unread: the number of bytes behind `end`; 0 if they are all zero.
     """
 
     members: list[TarMember]
-    num_links: int
-    sparse: list[str]
+    others: list[tuple[str, str]]
     end: int
     is_whole: bool
     num_unread: int
@@ -80,8 +80,8 @@ def read_contents(data: memoryview) -> TarContents:
     out. A file that a tar stores as sparse is a member if it has no holes, as file systems that compress make them.
     """
     members: list[TarMember] = []
-    sparse: list[str] = []
-    num_links, end = 0, 0
+    others: list[tuple[str, str]] = []
+    end = 0
     long_name: bytes | None = None
     long_size: int | None = None
     records: dict[bytes, bytes] = {}
@@ -99,15 +99,16 @@ def read_contents(data: memoryview) -> TarContents:
         if offset + size > len(data):
             break
         if kind in _FILE_TYPES or kind in _EMPTY_TYPES or kind == _SPARSE:
-            if kind not in _EMPTY_TYPES:
+            if kind not in _EMPTY_TYPES or kind in _LINK_TYPES:
                 name = (_name_in(header) if long_name is None else long_name).decode(errors="replace")
                 if kind in _FILE_TYPES and not records:
                     members.append(TarMember(name, offset, size))
+                elif kind in _LINK_TYPES:
+                    others.append((name, LINKS))
                 elif (place := _whole_place(data, end, offset, size, records)) is not None:
                     members.append(TarMember(name, *place))
                 else:
-                    sparse.append(name)
-            num_links += kind in _LINK_TYPES
+                    others.append((name, SPARSE))
             long_name = long_size = None
             records = {}
         elif kind == _LONG_NAME and size <= _MAX_RECORDS_BYTES:
@@ -124,7 +125,7 @@ def read_contents(data: memoryview) -> TarContents:
     is_whole = data[end : end + BLOCK].tobytes() == bytes(BLOCK)
     rest = np.frombuffer(data, dtype=np.uint8)[end:]
     is_used = is_whole and not any(rest[start : start + _MANY].any() for start in range(0, len(rest), _MANY))
-    return TarContents(members, num_links, sparse, end, is_whole, 0 if is_used else len(rest))
+    return TarContents(members, others, end, is_whole, 0 if is_used else len(rest))
 
 
 def plain_contents(data: memoryview, where: str) -> TarContents:
@@ -138,6 +139,37 @@ def plain_contents(data: memoryview, where: str) -> TarContents:
     command = next((command for start, command in _UNPACKED_BY.items() if data[: len(start)] == start), None)
     mend = "leave it out" if command is None else f"unpack it with `{command} -c {where} > PLAIN.tar`"
     raise UserError(f"{where} is not a plain tar; {mend}")
+
+
+def tars_in(data: memoryview, contents: TarContents) -> Iterator[tuple[str, TarContents]]:
+    """Yield the contents of a tar without the tars in it, under the name "", and then those of each tar in it.
+
+    Their places are those in the outer tar. A Mac packs a hidden `._x.tar` before `x.tar`.
+    """
+    inner = {
+        member for member in contents.members if member.name[-4:].lower() == ".tar" and "/._" not in f"/{member.name}"
+    }
+    yield "", replace(contents, members=[each for each in contents.members if each not in inner]) if inner else contents
+    for tar in sorted(inner, key=lambda member: member.offset):
+        found = read_contents(data[tar.offset : tar.offset + tar.size])
+        members = [TarMember(name, tar.offset + offset, size) for name, offset, size in found.members]
+        yield tar.name, replace(found, members=members)
+
+
+def name_of_tar(path: str) -> str:
+    """Return the name of a tar without its folders and ending, in NFC.
+
+    Examples:
+        >>> name_of_tar("train/n01440764.tar"), name_of_tar("owl.v1.TAR")
+        ('n01440764', 'owl.v1')
+    """
+    return normal(re.sub(r"\.tar$", "", path.rpartition("/")[2], flags=re.IGNORECASE))
+
+
+def are_numbered(names: Collection[str]) -> bool:
+    """Return whether names differ by a number alone, which counts them all."""
+    numbers = sorted({int(match[1]) for name in names if (match := re.search(r"(\d+)\D*$", name))})
+    return len(numbers) == len(names) == numbers[-1] - numbers[0] + 1 if numbers else False
 
 
 def _num_map_bytes(data: memoryview, header: int) -> int:

@@ -8,11 +8,12 @@ from typing import get_args
 
 from data_pipeline.building.index_tars import find_candidates
 from data_pipeline.building.pool import run_all
-from data_pipeline.building.tar_scan import DOTTED, SPARSE, UNUSED, LeftOut, ScanInputs, TarTask, scan_tar
+from data_pipeline.building.tar_scan import DOTTED, UNUSED, LeftOut, ScanInputs, TarTask, scan_tar
 from data_pipeline.core.sample import BASE
 from data_pipeline.sources.tar_files import TarFiles
 from data_pipeline.storage.locations import listed_tars
 from data_pipeline.storage.manifest import Fields, KeyRule
+from data_pipeline.storage.tar_headers import LINKS, SPARSE
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,6 @@ def _scanned(location: str, *, num_workers: int) -> TarLocation:
         if DOTTED not in left_out.counts:
             break
     label = None if any(tar.labels[BASE] for tar in tars) else next(iter(find_candidates(tars)), None)
-    for known in (SPARSE, UNUSED):  # which the files of the tars name already
+    for known in (LINKS, SPARSE, UNUSED):  # which the files of the tars name already
         left_out.counts.pop(known, None)
     return TarLocation(location, key, label, tuple(left_out.lines()))

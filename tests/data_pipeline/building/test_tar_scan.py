@@ -23,7 +23,7 @@ from data_pipeline.loading.decode import decode
 from data_pipeline.storage.locations import INDEX_NAME
 from data_pipeline.storage.manifest import Fields
 from data_pipeline.storage.store import SampleStore
-from data_pipeline.storage.tar_headers import read_contents
+from data_pipeline.storage.tar_headers import LINKS, read_contents
 from tests.commands import call
 from tests.tars import Member, by_tarfile, by_webdataset, indexed, number_of, numbers_in, picture, simple
 
@@ -205,7 +205,7 @@ def test_labels_that_cannot_be_read_are_counted_and_the_first_is_named(
     manifest, facts = make_index(str(tmp_path), tmp_path / "index", fields=Fields(), size=16)
     assert not manifest.labels
     lines = list(describe_tars(facts, Fields()))
-    (line,) = (line for line in lines if line.startswith("2 values of the label base cannot be read, such as "))
+    (line,) = (line for line in lines if line.startswith("2 labels cannot be read, such as "))
     assert said in line
     with pytest.raises(UserError, match=f"has a label under cls .{said}"):
         make_index(str(tmp_path), tmp_path / "named", fields=Fields(labels={"base": "cls"}), size=16)
@@ -321,4 +321,4 @@ def test_links_are_counted_and_named(tmp_path: Path) -> None:
     _, tars = make_index(str(tmp_path), tmp_path / "index", fields=Fields(), size=32)
     assert numbers_in(SampleStore(tmp_path / "index")) == [1]
     (said,) = (line for line in describe_tars(tars, Fields()) if "links" in line)
-    assert said.startswith("2 links are not read")
+    assert said == f"2 {LINKS}, such as {long_name}"
