@@ -311,11 +311,18 @@ def _manifest(name: str) -> Callable[[Run], str | None]:
     return fact
 
 
+def _first_weights(run: Run) -> str:
+    """Return the weights of the untrained encoder."""
+    encoder = run.config.encoder
+    return "drawn" if encoder.weights is None else f"{encoder.weights} (hash {str(encoder.weights_sha256)[:12]})"
+
+
 _FACTS: Mapping[str, Callable[[Run], str | None]] = {
     "directory": lambda run: str(run.path),
     "command": _of_starts(lambda start: start.get("command")),
     "commit": _of_starts(_commit),
     "seed": lambda run: str(run.config.seed),
+    "weights of the untrained encoder": _first_weights,
     "started": lambda run: run.provenance.get("started_at"),
     "processor": _processor,
     "GPU": lambda run: run.provenance.get("gpu") or ("none" if "gpu" in run.provenance else None),

@@ -372,4 +372,6 @@ def _online_num_test(most: int, num_test: int | None, num_labelled: int | None) 
 def _initial(run: Run, result: ProbeResult) -> str:
     """Return a hash of what decides the result of the untrained encoder, beside its seed."""
     views = run.config.views.model_dump_json() if result.probe_config.views == "policy" else ""
-    return hashlib.sha256((run.config.encoder.model_dump_json(exclude={"weights"}) + views).encode()).hexdigest()[:8]
+    return hashlib.sha256(
+        (run.config.encoder.model_dump_json(exclude={"weights", "frozen_stages"}) + views).encode()
+    ).hexdigest()[:8]

@@ -116,12 +116,17 @@ def test_only_a_run_that_reads_no_labels_is_tagged_as_self_supervised(run_dir: R
     """Nobody knows how an encoder of one's own loop was trained."""
     supervised = RunDir(shutil.copytree(run_dir.path, tmp_path / "run"))
     write_json(supervised.config, json.loads(run_dir.config.read_text()) | {"objective": {"kind": "supervised"}})
-    cases: list[tuple[Any, int]] = [(run_dir, 1), (supervised, 0), (own_encoder(), 0)]
+    begun = RunDir(shutil.copytree(run_dir.path, tmp_path / "begun"))  # with weights of others
+    config = json.loads(run_dir.config.read_text())
+    config["encoder"] |= {"weights": "/home/me/imagenet.pth", "weights_sha256": "ab" * 32}
+    write_json(begun.config, config)
+    cases: list[tuple[Any, int]] = [(run_dir, 1), (supervised, 0), (own_encoder(), 0), (begun, 0)]
     for number, (source, more) in enumerate(cases):
         save_pretrained(source, tmp_path / str(number))
         front = (tmp_path / str(number) / "README.md").read_text().split("---\n")[1]
         assert yaml.safe_load(front)["tags"] == ["self-supervised-learning"] * more + ["feature-extraction"]
     assert "| labels in training | read by the objective |" in (tmp_path / "1" / "README.md").read_text()
+    assert "| first weights | imagenet.pth, hash abababababab |" in (tmp_path / "3" / "README.md").read_text()
 
 
 def test_an_earlier_step_and_a_title_can_be_chosen(run_dir: RunDir, tmp_path: Path) -> None:
