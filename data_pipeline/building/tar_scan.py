@@ -49,7 +49,7 @@ _INCOMPLETE: Final = "samples without a picture, or with one of more than 268 MB
 DOTTED: Final = "files are left out, because more than one dot is in their names; --key last-dot reads them"
 UNREAD_LABELS: Final = "labels cannot be read"
 _UNDECODED: Final = "of the pictures that were tried do not decode"
-UNUSED: Final = "bytes behind the ends of tars, some cut short or damaged, are not used"
+_UNUSED: Final = "bytes behind the ends of tars, some cut short or damaged, are not used"
 
 
 class LeftOut:
@@ -169,7 +169,7 @@ def scan_tar(inputs: ScanInputs, task: TarTask, *, is_built: bool = False) -> Sc
             tar = name_of_tar(inner or task.path)
             for name, why in contents.others:
                 left_out.add(why, name)
-            left_out.add(UNUSED, num=contents.num_unread)
+            left_out.add(_UNUSED, num=contents.num_unread)
             if contents.problem is not None:
                 problems.append(f"holds {inner}, which {contents.problem}" if inner else contents.problem)
             for of_sample in _samples(contents.members, at_last_dot=inputs.fields.key == "last-dot"):

@@ -23,7 +23,6 @@ from data_pipeline.sources.known_layouts import TEST, TRAIN
 from data_pipeline.sources.layout import Layout
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.tools.census import Census, equal_files
-from data_pipeline.tools.tar_findings import TarLocation
 
 _AGAIN: Final = "copy them again; the commands leave them out"
 # Of each fault and finding of a file: what is said, and the mend.
@@ -67,8 +66,7 @@ class Place:
         layout: what the files mean; None if that cannot be told, and `problems` says why.
         labels: the table of labels that `path` is; None if it is something else.
         manifest: of a dataset that is built or indexed already.
-        tars: the locations of tars of pictures, which are indexed as they are; that of the train set is the first.
-        goes_with: the path whose commands are for this one, too.
+        tars: of tars of pictures, the options with which each location is indexed; the train set is the first.
         problems: what is odd or wrong.
     """
 
@@ -78,8 +76,7 @@ class Place:
     layout: Layout | None = None
     labels: Path | None = None
     manifest: Manifest | None = None
-    tars: list[TarLocation] = field(default_factory=list)
-    goes_with: str | None = None
+    tars: dict[str, list[str]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     @cached_property
@@ -97,7 +94,7 @@ def add_problems(place: Place, layout: Layout) -> None:
         what, mend = _OF_FILES[remark]
         if any("Git LFS" in reason for reason in reasons.values()):
             mend = "run `git lfs pull`"
-        problems.append(Problem(what, mend, [f"{name} ({why})" if why else name for name, why in reasons.items()]))
+        problems.append(Problem(what, mend, [f"{name}: {why}" if why else name for name, why in reasons.items()]))
     for sentence, about in layout.notes.items():
         known = [name for name in about if medium_of(name) is not None]
         if known or not sentence.startswith("ignored"):  # other files are counted elsewhere
@@ -108,6 +105,9 @@ def add_problems(place: Place, layout: Layout) -> None:
     is_good = place.is_good
     if not is_good.any():
         problems.append(Problem(f"no {layout.medium} can be used", "see above", stops=True))
+    if layout.split_N is not None and len(splits := set(layout.split_N.tolist())) == 1:
+        mend = "name that folder itself, or one that holds both"
+        problems.append(Problem(f"there is a {splits.pop()} split alone", mend, stops=True))
     for name, label in layout.labels.items():
         numbers = Counter(map(str.casefold, label.classes))
         if twice := [word for word in label.classes if numbers[word.casefold()] > 1]:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path, PurePath
 from typing import Any, Final
 
@@ -33,8 +33,7 @@ from data_pipeline.storage.locations import MANIFEST_NAME, dataset_directory, is
 from data_pipeline.storage.manifest import LabelEntry, load_manifest
 from data_pipeline.tools.census import NUM_DECODED_BYTES, take_census
 from data_pipeline.tools.findings import Place, Problem, add_equal_files, add_problems
-from data_pipeline.tools.next_commands import TEST_SHARE, commands
-from data_pipeline.tools.tar_findings import tar_locations
+from data_pipeline.tools.next_commands import TEST_SHARE, commands, index_options
 
 _NUM_NAMED: Final = 3  # examples of a problem
 _NUM_FETCHED: Final = 3  # tars of a remote location
@@ -70,10 +69,10 @@ def look_at(path: str, *, copies: Path, num_decoded_bytes: int | None, num_worke
     else:
         add_problems(place, place.layout)
         if isinstance(files, TarFiles) and place.layout.medium == "picture":
-            place.tars = tar_locations(files, num_workers=num_workers)
-            if is_remote(path):
-                place.tars = [replace(tars, location=path) for tars in place.tars]
-            place.problems += [Problem(remark, "") for tars in place.tars for remark in tars.remarks]
+            folders = {tar.parent for tar in files.tars} if files.root.is_dir() else {files.root}
+            for folder in sorted(folders, key=lambda folder: (not folder.name.lower().startswith("train"), folder)):
+                location = path if is_remote(path) else str(folder)
+                place.tars[location] = index_options(str(folder), num_workers=num_workers)
     return place
 
 
@@ -96,7 +95,7 @@ def describe(place: Place) -> Iterator[str]:
         return
     assert place.files is not None
     kind = "files" if place.layout is None else place.layout.kind
-    yield f"{place.path}: {kind}, {len(place.files.names):,} files, {place.census.num_bytes / 1e6:,.1f} MB"
+    yield f"{place.path}: {kind}, {len(place.files.names):,} files, {place.census.num_bytes / 1e6:,.3g} MB"
     yield ""
     rows = list(_rows(place, place.files))
     width = max((len(title) for title, _ in rows), default=0)
@@ -198,7 +197,7 @@ def _wrapped(words: Sequence[str]) -> str:
 
 
 def _as_json(place: Place) -> dict[str, Any]:
-    """Return what was found at a path, for programs: all names of each problem, and commands as lists of words."""
+    """Return what was found at a path, for programs, with the names of all files that a problem is about."""
     census, layout = place.census, place.layout
     return {
         "path": place.path,
@@ -206,24 +205,11 @@ def _as_json(place: Place) -> dict[str, Any]:
         "num_files": 0 if place.files is None else len(place.files.names),
         "num_bytes": census.num_bytes,
         "num_decoded": census.num_decoded,
-        "formats": [{"medium": m, "format": f, "mode": mode, "num": num} for (m, f, mode), num in census.kinds.items()],
-        "sizes": [{"size": size, "num": num} for size, num in census.sizes.most_common()],
-        "rates": [{"rate": rate, "num": num} for rate, num in census.rates.most_common()],
+        **{name: getattr(census, name).most_common() for name in ("kinds", "sizes", "rates", "channels")},
         "splits": None if layout is None or layout.split_N is None else Counter(layout.split_N.tolist()),
         "labels": {} if layout is None else {n: _counts(c, place.is_good) for n, c in layout.labels.items()},
-        "problems": [
-            {"what": p.what, "names": list(p.names), "mend": p.mend, "stops": p.stops} for p in place.problems
-        ],
-        "commands": commands(place),
+        "problems": [asdict(problem) for problem in place.problems],
     }
-
-
-def _join_tars(places: Sequence[Place]) -> None:
-    """Give the tars of all paths to the last of these, because a test set is indexed with the classes of the first."""
-    *others, last = [place for place in places if place.tars] or [Place("")]
-    last.tars = [tars for place in (*others, last) for tars in place.tars]
-    for place in others:
-        place.goes_with = last.path
 
 
 def run(args: argparse.Namespace) -> None:
@@ -233,17 +219,15 @@ def run(args: argparse.Namespace) -> None:
         how: dict[str, Any] = {"copies": Path(copies), "num_decoded_bytes": limit, "num_workers": args.workers}
         places = [look_at(path, **how) for path in args.paths]
         add_equal_files(places)
-    _join_tars(places)
+    found = commands(places)
     if args.json:
-        print(json.dumps([_as_json(place) for place in places], ensure_ascii=False, indent=1))
-    for place in () if args.json else places:
-        print("\n".join(describe(place)))
-        if place.goes_with is not None:
-            print(f"\nIts command stands below, with those of {place.goes_with}.\n")
-        elif found := commands(place):
-            print("\nThese commands fit:\n" if place.manifest else "\nThese commands build it and train on it:\n")
+        page = {"places": [_as_json(place) for place in places], "commands": found}
+        print(json.dumps(page, ensure_ascii=False, indent=1))
+    else:
+        print("\n\n".join("\n".join(describe(place)) for place in places))
+        if found:
+            print("\nThese commands work now, on a CPU (docs/own-pictures.md has those for a GPU):\n")
             print("\n".join(f"  {_wrapped(words)}" for words in found), end="\n\n")
-        else:
-            print("\nMend what is marked with ! first.\n")
-    if not all(place.goes_with or commands(place) for place in places):
+    if any(problem.stops for place in places for problem in place.problems):
+        print("mend what is marked with ! first", file=sys.stderr)
         sys.exit(1)

@@ -1,23 +1,25 @@
-"""Choose the commands that fit what was found at a path: they build or index it, look at it and train on it."""
+"""Choose the commands that build or index what was found, and train on it."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, get_args
 
 import numpy as np
 
+from data_pipeline.building.index_tars import find_candidates
+from data_pipeline.building.pool import run_all
+from data_pipeline.building.tar_scan import DOTTED, ScanInputs, TarTask, scan_tar
 from data_pipeline.core.options import SOURCE_OPTION
-from data_pipeline.core.sample import Medium
+from data_pipeline.core.sample import BASE, Medium
 from data_pipeline.core.value_range import VALUE_RANGE, ValueRange
 from data_pipeline.sources.known_layouts import TEST, TRAIN
 from data_pipeline.sources.layout import Layout
-from data_pipeline.sources.tar_files import TAR
-from data_pipeline.storage.locations import is_remote
-from data_pipeline.tools.census import Census
+from data_pipeline.storage.locations import is_remote, listed_tars
+from data_pipeline.storage.manifest import Fields, KeyRule
 from data_pipeline.tools.findings import Place
 
 TEST_SHARE: Final = 0.2
@@ -25,70 +27,86 @@ _DATA: Final = ("python", "-m", "data_pipeline")
 _SIZES: Final = (32, 64)  # pixels, to which pictures are brought: a CPU can train on them
 _MOST_BITS: Final = 14  # of 16, below which pictures would be nearly black
 _BATCH: Final = 64  # samples, of the recipes for a CPU
-_RECIPES: Final[dict[Medium, str]] = {"picture": "simclr:folder_small", "sound": "audio:folder_small"}
 _DATASETS: Final[dict[Medium, str]] = {"picture": "folder", "sound": "sounds"}
+_RECIPES: Final[dict[Medium, str]] = {"picture": "simclr:folder_small", "sound": "audio:folder_small"}
 
 
-def commands(place: Place) -> list[list[str]]:
-    """Return the words of each command; none if something has to be mended first, or if another place has them."""
-    if any(problem.stops for problem in place.problems):
-        return []
-    if (manifest := place.manifest) is not None:
-        tools = [[*_DATA, tool, place.path] for tool in ("verify", "preview")]
-        tools[1] += ["--out", "grid.png"]
-        train = place.path if manifest.how_made.split == TRAIN else "TRAIN_DIR"
-        test = place.path if manifest.how_made.split == TEST else "TEST_DIR"
-        return [*tools, _train(manifest.medium, train, test, manifest.num_samples)]
-    if len(place.tars) > 1 or any(is_remote(tars.location) for tars in place.tars):
-        return _of_tars(place)
-    if place.layout is None or place.files is None:
-        return []
-    return _of_files(place, place.files.root, place.layout)
+def commands(places: Sequence[Place]) -> list[list[str]]:
+    """Return the words of each command; none for a place in which something has to be mended first.
 
-
-def _of_tars(place: Place) -> list[list[str]]:
-    """Return the commands that index tars; the indexes behind the first take the classes and settings of the first."""
-    directories: list[str] = []
+    Tars of all places are one dataset: the first are its train set, and have the classes of the others.
+    """
     found: list[list[str]] = []
-    for tars in place.tars:
-        words = [*_DATA, "index", tars.location]
-        directories.append(tars.location)
-        if is_remote(tars.location):
-            directories[-1] = "data/" + re.sub(
-                r"[^A-Za-z0-9]+", "-", tars.location.rpartition("/")[2].removesuffix(TAR)
-            )
-            words += ["--out", directories[-1]]
-        if found:
-            words += ["--classes-of", directories[0]]
-        else:
-            words += ["--size", str(_image_size(place.census))]
-            words += ["--key", tars.key] if tars.key != "first-dot" else []
-            words += ["--label", tars.label] if tars.label is not None else []
-            words += [f"--value-range={value}" for value in _value_range(place.census.limits).values()]
-        found.append(words if place.is_good.all() else [*words, "--skip-bad", str(np.count_nonzero(~place.is_good))])
-    return found if len(found) == 1 else [*found, _train("picture", directories[0], directories[1], len(place.is_good))]
+    tars: list[tuple[str, Place]] = []
+    for place in places:
+        if any(problem.stops for problem in place.problems):
+            continue
+        if place.manifest is not None:
+            found += [[*_DATA, "verify", place.path], [*_DATA, "preview", place.path, "--out", "grid.png"]]
+        elif len(places) > 1 or len(place.tars) > 1 or is_remote(place.path):
+            tars += [(location, place) for location in place.tars]
+        if place.files is not None and place.layout is not None and not any(place is each for _, each in tars):
+            found += _of_files(place, place.files.root, place.layout)
+    return found + _of_tars(tars)
+
+
+def _of_tars(tars: Sequence[tuple[str, Place]]) -> list[list[str]]:
+    """Return the commands that index tars, and of the one that trains on the first two."""
+    found: list[list[str]] = []
+    directories: list[str] = []
+    for location, place in tars:
+        name = re.sub(r"[^A-Za-z0-9]+", "-", location.rpartition("/")[2].removesuffix(".tar")).strip("-")
+        directories.append(f"data/{name}" if is_remote(location) else location)
+        words = [*_DATA, "index", location, *(("--out", directories[-1]) if is_remote(location) else ())]
+        words += ["--classes-of", directories[0]] if found else _settings(place, place.tars[location])
+        found.append(words + _skipped(place))
+    if len(tars) > 1:
+        found.append(_train("picture", directories[0], directories[1], len(tars[0][1].is_good)))
+    return found
+
+
+def _settings(place: Place, options: Sequence[str]) -> list[str]:
+    ranges = (f"--value-range={value}" for value in _value_range(place.census.limits).values())
+    return ["--size", str(_image_size(place.census.sizes)), *options, *ranges]
+
+
+def index_options(location: str, *, num_workers: int) -> list[str]:
+    """Return the options with which tars are indexed.
+
+    They are the rule of keys by which no file is left out, and the likeliest label if samples have none of the usual.
+    """
+    tasks, options = [TarTask(number, path) for number, path in enumerate(listed_tars(location))], list[str]()
+    for key in get_args(KeyRule):
+        inputs = ScanInputs(fields=Fields(key=key), directory=Path(location))
+        tars = list(run_all(scan_tar, inputs, tasks, num_workers=num_workers))
+        if not any(DOTTED in tar.left_out.counts for tar in tars):
+            break
+        options = ["--key", "last-dot"]
+    if not any(tar.labels[BASE] for tar in tars) and (label := next(iter(find_candidates(tars)), None)) is not None:
+        options += ["--label", label]
+    return options
 
 
 def _of_files(place: Place, root: Path, layout: Layout) -> list[list[str]]:
     is_good, num_train = place.is_good, int((1 - TEST_SHARE) * np.count_nonzero(place.is_good))
     options: dict[str, object] = {}
     if layout.medium == "picture":
-        options["image_size"] = _image_size(place.census)
-        options |= _value_range(place.census.limits)
+        options = {"image_size": _image_size(place.census.sizes), **_value_range(place.census.limits)}
     if place.labels is not None:
         options["labels"] = place.labels
-    splits = [TRAIN, TEST]
     if layout.split_N is None:
         options["test_share"] = _test_share(place, layout)
     else:
-        splits = [split for split in splits if split in layout.split_N]
         num_train = int(np.count_nonzero(is_good & (layout.split_N == TRAIN)))
     build = [*_DATA, "build", _DATASETS[layout.medium], "--root", str(root)]
     build += [word for option, value in options.items() for word in (SOURCE_OPTION, f"{option}={value}")]
-    build += [] if is_good.all() else ["--skip-bad", str(np.count_nonzero(~is_good))]
     out = f"data/{root.absolute().name.split('.')[0] or 'mine'}"
-    builds = [[*build, "--split", split, "--out", f"{out}/{split}"] for split in splits]
-    return [*builds, _train(layout.medium, f"{out}/{TRAIN}", f"{out}/{splits[-1]}", num_train)]
+    builds = [[*build, *_skipped(place), "--split", split, "--out", f"{out}/{split}"] for split in (TRAIN, TEST)]
+    return [*builds, _train(layout.medium, f"{out}/{TRAIN}", f"{out}/{TEST}", num_train)]
+
+
+def _skipped(place: Place) -> list[str]:
+    return [] if place.is_good.all() else ["--skip-bad", str(np.count_nonzero(~place.is_good))]
 
 
 def _test_share(place: Place, layout: Layout) -> float:
@@ -99,12 +117,9 @@ def _test_share(place: Place, layout: Layout) -> float:
     return TEST_SHARE if np.bincount(label.label_N[place.is_good]).min() > 2 else 0.5
 
 
-def _image_size(census: Census) -> int:
+def _image_size(sizes: Counter[tuple[int, int]]) -> int:
     """Return the size for a CPU that at least half of the pictures have on their shorter side."""
-    sides: Counter[int] = Counter()
-    for size, num in census.sizes.items():
-        sides[min(size)] += num
-    middle = np.repeat(sorted(sides), [sides[side] for side in sorted(sides)])[sides.total() // 2]
+    middle = np.median([min(size) for size in sizes.elements()])
     return max([size for size in _SIZES if size <= middle], default=_SIZES[0])
 
 

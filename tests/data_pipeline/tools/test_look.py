@@ -72,7 +72,7 @@ def test_equal_files_are_found_in_train_and_test_and_in_two_classes(look: Looker
     write(look.directory, animals("train/{c}/{i}.jpg") | animals("test/{c}/{i}.jpg", num=3, start=500))
     write(look.directory, {"train/cat/same.jpg": encoded(0), "train/owl/same.jpg": encoded(1)})
     write(look.directory, {"test/owl/leak.jpg": encoded(2), "train/Cat/c.jpg": encoded(99)})
-    (found,) = json.loads(look(".", "--json").stdout)
+    (found,) = json.loads(look(".", "--json").stdout)["places"]
     problems = {problem["what"]: problem["names"] for problem in found["problems"]}
     assert problems == {
         "copies of others": ["train/cat/0.jpg = train/cat/same.jpg"],
@@ -87,7 +87,7 @@ def test_equal_files_are_found_in_train_and_test_and_in_two_classes(look: Looker
 
 def test_equal_files_are_found_at_two_paths(look: Looker) -> None:
     write(look.directory, animals("a/{c}/{i}.jpg") | animals("b/{c}/{i}.jpg", num=3, start=3))
-    _, found = json.loads(look("a", "b", "--json").stdout)
+    _, found = json.loads(look("a", "b", "--json").stdout)["places"]
     (problem,) = found["problems"]
     assert problem["what"] == "equal to files of another path"
     assert problem["names"] == [f"a/{c}/{i + 3}.jpg = b/{c}/{i}.jpg" for c in ("cat", "owl") for i in (0, 1)]
@@ -96,9 +96,9 @@ def test_equal_files_are_found_at_two_paths(look: Looker) -> None:
 def test_what_is_decoded_is_spread_evenly(look: Looker, monkeypatch: pytest.MonkeyPatch) -> None:
     write(look.directory, {f"{i:03}.wav": sound(1 if i % 100 else 0) for i in range(400)})
     monkeypatch.setattr("data_pipeline.tools.look.NUM_DECODED_BYTES", 40 * 8_044)
-    (found,) = json.loads(look(".", "--json").stdout)
+    (found,) = json.loads(look(".", "--json").stdout)["places"]
     assert found["num_decoded"] == 40
-    (found,) = json.loads(look(".", "--json", "--decode", "all").stdout)
+    (found,) = json.loads(look(".", "--json", "--decode", "all").stdout)["places"]
     assert found["num_decoded"] == 400
 
 
@@ -129,7 +129,7 @@ def test_a_dataset_that_is_built_needs_no_other_command(look: Looker) -> None:
     done = look("data/photos/train")
     assert done.status == 0
     assert "a dataset that is ready, 8 samples" in done.stdout
-    assert "build" not in done.stdout
+    assert "pipeline build" not in done.stdout
     assert look.call("verify", "data/photos/train").status == 0
 
 
@@ -158,10 +158,18 @@ def test_remote_tars_are_fetched_and_indexed_where_they_are(look: Looker) -> Non
         assert [load_manifest(directory).num_samples for directory in built.values()] == [15, 15]
 
 
+def test_a_split_alone_is_refused_with_the_mend(look: Looker) -> None:
+    write(look.directory, animals("photos/test/{c}/{i}.jpg"))
+    done = look("photos")
+    assert done.status == 1
+    assert "there is a test split alone" in done.stdout
+    assert look("photos/test").status == 0
+
+
 def test_what_is_left_out_is_said(look: Looker) -> None:
     write(look.directory, animals("{c}/{i}.jpg") | {"more.zip": b"PK\x03\x04", "notes.txt": b"x", "noname": encoded(9)})
     (look.directory / "cat" / "broken.jpg").symlink_to("nowhere")
-    (found,) = json.loads(look(".", "--json").stdout)
+    (found,) = json.loads(look(".", "--json").stdout)["places"]
     problems = {problem["what"]: problem["names"] for problem in found["problems"]}
     assert problems == {
         "an archive, so its files are not read": ["more.zip"],
