@@ -14,20 +14,16 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from torch import Tensor
 
+from data_pipeline.audio.sound_file import read_sound
 from data_pipeline.audio.waveform import resample, to_float
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import OVERLAY_OPTION
 from data_pipeline.core.randomness import generator
 from data_pipeline.sources.places import Directory
-from data_pipeline.sources.sound_folder import read_recording
 
 FILE_NAMES: Final = ("cafe.wav", "traffic.wav", "machinery.wav")
-# The same as they lie in the folder noisedata of the published code, whose licence is not stated.
-_PUBLISHED_NAMES: Final = (
-    "BabbleNoise/Babble1.wav",
-    "DrivingcarNoise/Traffic10.wav",
-    "MachineryNoise/Machinery1.wav",
-)
+# The same in the published code, which states no licence of them.
+_PUBLISHED_NAMES: Final = ("BabbleNoise/Babble1.wav", "DrivingcarNoise/Traffic10.wav", "MachineryNoise/Machinery1.wav")
 _WHERE: Final = "https://github.com/XiluoHe/feature-dropout/tree/main/noisedata"
 _SILENCE: Final = 1e-3  # of the largest magnitude: 60 dB below it
 _PROCEDURAL_SECONDS = 30  # as long as the published recordings
@@ -50,7 +46,7 @@ def read_sounds(root: Path, *, sample_rate: int, num_points: int) -> list[Tensor
         )
     files, sounds = Directory(root), []
     for name in names:
-        recording = read_recording(files, name)
+        recording = files.decoded(name, read_sound)
         points_X = to_float(torch.from_numpy(recording.points))
         sound = resample(points_X, from_rate=recording.sample_rate, to_rate=sample_rate)
         if len(sound) < num_points:

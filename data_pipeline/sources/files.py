@@ -10,7 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Final, overload
+from typing import IO, Final, TypeVar, overload
+
+from data_pipeline.core.errors import UserError
+
+T = TypeVar("T")
 
 _LEFT_BEHIND: Final = frozenset({"__macosx", "thumbs.db", "desktop.ini"})
 
@@ -107,3 +111,11 @@ class Files(ABC):
     def open(self, name: str) -> IO[bytes]:
         """Open a file for reading at any place. Raises as `read` does."""
         return io.BytesIO(self.read(name))
+
+    def decoded(self, name: str, decode: Callable[[bytes], T]) -> T:
+        """Return what `decode` makes of a file. Raises `UserError` with its name in place of the errors of both."""
+        try:
+            return decode(self.read(name))
+        except (OSError, ValueError) as error:
+            why = f"it is not there ({error.strerror})" if isinstance(error, OSError) else str(error)
+            raise UserError(f"{self.root / name} cannot be read, because {why}; mend or remove it") from None

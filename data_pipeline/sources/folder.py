@@ -68,7 +68,8 @@ class PictureFiles:
         return self.files.root / self.name(number)
 
     def __getitem__(self, number: int) -> Record:
-        pixels = _decoded(self.files, self.name(number), self.image_size, self.value_range)
+        decode = partial(read_pixels, image_size=self.image_size, value_range=self.value_range)
+        pixels = self.files.decoded(self.name(number), decode)
         if self._shape and pixels.shape != self._shape:
             first = self.files.root / self._first
             (height, width, num), (first_height, first_width, first_num) = pixels.shape, self._shape
@@ -81,15 +82,6 @@ class PictureFiles:
                 f"bring all pictures to one size with {SOURCE_OPTION} image_size=N"
             )
         return Record(pixels, int(self.labels[number]), self.name(number))
-
-
-def _decoded(files: Files, name: str, image_size: int | None, value_range: ValueRange | None) -> NDArray[np.uint8]:
-    """Return the pixels of a picture, (H, W, C): its middle square in `image_size`, or all if that is None."""
-    try:
-        return read_pixels(files.read(name), image_size=image_size, value_range=value_range)
-    except (OSError, ValueError) as error:
-        why = f"it is not there ({error.strerror})" if isinstance(error, OSError) else str(error)
-        raise UserError(f"{files.root / name} cannot be read, because {why}; mend or remove it") from None
 
 
 class FolderOptions(SplitOptions):
@@ -113,8 +105,7 @@ class Folder:
     def open(cls, given: SourceInputs) -> PictureFiles:
         options = given.read(FolderOptions)
         value_range = ValueRange.parse(options.value_range)
-        decode = partial(_decoded, image_size=None, value_range=value_range)
-        found = open_split(given, "picture", options, decode)
+        found = open_split(given, "picture", options, partial(read_pixels, value_range=value_range))
         size = "" if options.image_size is None else f", middle {options.image_size}x{options.image_size}"
         return PictureFiles(
             found.files,

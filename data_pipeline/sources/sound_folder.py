@@ -6,10 +6,10 @@ them. Both are found from sounds of all splits, so that the builds of train and 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import ClassVar, Final
 
 import numpy as np
@@ -17,16 +17,13 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from data_pipeline.audio.log_mel import mel_config
-from data_pipeline.audio.sound_file import Recording, SoundFacts, read_sound, sound_facts
+from data_pipeline.audio.sound_file import SoundFacts, read_sound, sound_facts
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.options import SOURCE_OPTION
 from data_pipeline.core.sample import BASE, NO_LABEL, Record
 from data_pipeline.core.schema import Schema
 from data_pipeline.sources import LabelColumn, SourceInputs
 from data_pipeline.sources.files import Files, Names
 from data_pipeline.sources.splits import SplitOptions, open_split
-
-logger = logging.getLogger(__name__)
 
 _NUM_SEEN: Final = 2_000  # sounds, evenly spread, by which rate and length are chosen
 _COVERED: Final = 0.95  # of the sounds are no longer than a sample in a batch
@@ -66,20 +63,11 @@ class SoundFiles:
 
     def __getitem__(self, number: int) -> Record:
         name = self._names[number]
-        sound = read_recording(self.files, name, sample_rate=self.sample_rate)
+        sound = self.files.decoded(name, partial(read_sound, sample_rate=self.sample_rate))
         remarks = sound.remarks
         if len(sound.points) > self.num_points:
             remarks += (f"is longer than the {self.num_points / self.sample_rate:.3g} s of a sample",)
         return Record(sound.points, int(self.labels[number]), name, remarks)
-
-
-def read_recording(files: Files, name: str, *, sample_rate: int | None = None) -> Recording:
-    """Do `read_sound` on a file. Raises `UserError` with its name."""
-    try:
-        return read_sound(files.read(name), sample_rate=sample_rate)
-    except (OSError, ValueError) as error:
-        why = f"it is not there ({error.strerror})" if isinstance(error, OSError) else str(error)
-        raise UserError(f"{files.root / name} cannot be read, because {why}; mend or remove it") from None
 
 
 class SoundFolderOptions(SplitOptions):
@@ -103,7 +91,7 @@ class SoundFolder:
     def open(cls, given: SourceInputs) -> SoundFiles:
         """Return the sounds of one split. Raises `UserError` if there are none, or as `open_split` does."""
         options = given.read(SoundFolderOptions)
-        split = open_split(given, "sound", options, lambda files, name: read_recording(files, name).points)
+        split = open_split(given, "sound", options, lambda data: read_sound(data).points)
         sample_rate, num_points = _rate_and_length(split.files, split.all_names, options)
         mel_config(sample_rate, num_points)  # raises if there is no spectrogram of such sounds
         return SoundFiles(
@@ -137,16 +125,4 @@ def _rate_and_length(files: Files, names: Names, options: SoundFolderOptions) ->
     if seconds is None:
         covering = float(np.quantile([each.seconds for each in facts], _COVERED, method="higher"))
         seconds = min(max(math.ceil(10 * covering - 1e-6) / 10, _LEAST_SECONDS), _MOST_SECONDS)
-    logger.info(
-        "%s: %d of %d sounds have %d points a second; a sample has %.3g s, and sounds %.3g to %.3g s (%s sample_rate=N "
-        "and seconds=S choose others)",
-        files.root,
-        rates[sample_rate],
-        len(facts),
-        sample_rate,
-        seconds,
-        min(each.seconds for each in facts),
-        max(each.seconds for each in facts),
-        SOURCE_OPTION,
-    )
     return sample_rate, round(seconds * sample_rate)

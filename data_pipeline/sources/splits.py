@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -69,7 +68,7 @@ class Split:
 
 
 def open_split(
-    given: SourceInputs, medium: Medium, options: SplitOptions, decode: Callable[[Files, str], NDArray[Any]]
+    given: SourceInputs, medium: Medium, options: SplitOptions, decode: Callable[[bytes], NDArray[Any]]
 ) -> Split:
     """Return the records of the split of a build, and log what was left out and assumed.
 
@@ -84,7 +83,11 @@ def open_split(
     )
     layout.log_notes()
     chosen_N, drawn = records_of(
-        layout, given.split, partial(decode, layout.files), test_share=options.test_share, seed=given.seed
+        layout,
+        given.split,
+        lambda name: layout.files.decoded(name, decode),
+        test_share=options.test_share,
+        seed=given.seed,
     )
     return Split(
         layout.files,

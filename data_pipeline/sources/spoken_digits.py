@@ -6,7 +6,6 @@ has six speakers and 3,000 files of 8 kHz in the folder `recordings`.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection
 from pathlib import Path
 from typing import ClassVar, Final, Self
@@ -19,12 +18,10 @@ from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.sample import BASE
 from data_pipeline.core.schema import Schema
 from data_pipeline.sources import LabelColumn, SourceInputs
-from data_pipeline.sources.files import ending_of
 from data_pipeline.sources.known_layouts import FSDD_TEST_SPEAKER, SPOKEN_DIGIT, TEST_SPEAKERS
+from data_pipeline.sources.layout import find_layout
 from data_pipeline.sources.places import open_files
 from data_pipeline.sources.sound_folder import SoundFiles
-
-logger = logging.getLogger(__name__)
 
 NUM_SPEAKERS: Final = 60
 
@@ -33,46 +30,35 @@ class SpokenDigits(SoundFiles):
     """The spoken digits of one split, sorted by speaker, digit and number; the test split are the `test_speakers`.
 
     Reads every `DIGIT_SPEAKER_NUMBER.wav` below `root/folder`, or below `root` if that is not there. Raises `UserError`
-    if there are no WAV files, or if one has another name; it says `where` the recordings are to be had.
+    if there are no sounds, or if one has another name; it says `where` the recordings are to be had.
     """
 
     needs_root: ClassVar[bool] = True
+    folder: ClassVar[str]
+    mel: ClassVar[MelConfig]
+    where: ClassVar[str]
 
-    def __init__(
-        self,
-        root: Path,
-        folder: str,
-        *,
-        mel: MelConfig,
-        test_speakers: Collection[str],
-        split: str,
-        description: str,
-        where: str,
-    ) -> None:
-        there = root / folder if (root / folder).is_dir() else root
-        if not there.exists():
-            raise UserError(f"{root} is not there; give --root the folder of the recordings, which are at {where}")
-        files, others, takes = open_files(there), list[str](), []
-        for name in files.names:
-            if match := SPOKEN_DIGIT.fullmatch(name):
-                takes.append((match[2], int(match[1]), int(match[3]), name))
-            elif ending_of(name) == ".wav":
+    def __init__(self, root: Path, *, test_speakers: Collection[str], split: str, description: str) -> None:
+        there = root / self.folder if (root / self.folder).is_dir() else root
+        try:
+            layout = find_layout(open_files(there), "sound")
+        except UserError as error:
+            raise UserError(f"{error}; the recordings are at {self.where}") from None
+        layout.log_notes()
+        takes = []
+        for name in layout.names:
+            if (match := SPOKEN_DIGIT.fullmatch(name)) is None:
                 raise UserError(f"{there / name} is not named DIGIT_SPEAKER_NUMBER.wav; rename or remove it")
-            else:
-                others.append(name)
-        if not takes:
-            raise UserError(f"{there} holds no WAV files; copy the recordings there, which are at {where}")
-        if others:
-            logger.warning("%s: ignored %d files that are no .wav, such as %s", there, len(others), others[0])
+            takes.append((match[2], int(match[1]), int(match[3]), name))
         self.speakers = {speaker for speaker, *_ in takes}
         chosen = sorted(take for take in takes if (take[0] in test_speakers) == (split == "test"))
         digit_N = np.array([digit for _, digit, *_ in chosen], dtype=np.int64)
         super().__init__(
-            files,
+            layout.files,
             [name for *_, name in chosen],
             {BASE: LabelColumn("spoken digit", tuple("0123456789"), digit_N)},
-            sample_rate=mel.sample_rate,
-            num_points=mel.num_points,
+            sample_rate=self.mel.sample_rate,
+            num_points=self.mel.num_points,
             description=description,
         )
 
@@ -83,27 +69,20 @@ class AudioMnist(SpokenDigits):
     Raises `UserError` if a speaker of the split is missing.
     """
 
+    folder, mel, where = "data", AUDIOMNIST, "https://github.com/soerenab/AudioMNIST"
+
     @classmethod
     def open(cls, given: SourceInputs) -> Self:
         return cls(given.required_root(), split=given.split)
 
     def __init__(self, root: Path, *, split: str) -> None:
-        where = "https://github.com/soerenab/AudioMNIST"
-        super().__init__(
-            root,
-            "data",
-            mel=AUDIOMNIST,
-            test_speakers=TEST_SPEAKERS,
-            split=split,
-            description="audiomnist",
-            where=where,
-        )
+        super().__init__(root, test_speakers=TEST_SPEAKERS, split=split, description="audiomnist")
         named = [f"{number:02d}" for number in range(1, NUM_SPEAKERS + 1)]
         needed = [speaker for speaker in named if (speaker in TEST_SPEAKERS) == (split == "test")]
         if missing := [speaker for speaker in needed if speaker not in self.speakers]:
             raise UserError(
                 f"{root} lacks the recordings of {len(missing)} of the {split} split's {len(needed)} speakers "
-                f"({', '.join(missing)}), which are at {where}; copy them there"
+                f"({', '.join(missing)}), which are at {self.where}; copy them there"
             )
 
 
@@ -119,6 +98,7 @@ class Fsdd(SpokenDigits):
     Raises `UserError` if the test speaker is unknown, or if no speaker is left for training.
     """
 
+    folder, mel, where = "recordings", FSDD, "https://github.com/Jakobovski/free-spoken-digit-dataset"
     options_schema: ClassVar[type[Schema]] = FsddOptions
 
     @classmethod
@@ -126,15 +106,8 @@ class Fsdd(SpokenDigits):
         return cls(given.required_root(), split=given.split, test_speaker=given.read(FsddOptions).test_speaker)
 
     def __init__(self, root: Path, *, split: str, test_speaker: str = FSDD_TEST_SPEAKER) -> None:
-        super().__init__(
-            root,
-            "recordings",
-            mel=FSDD,
-            test_speakers=(test_speaker,),
-            split=split,
-            description=f"fsdd, test speaker {test_speaker}",
-            where="https://github.com/Jakobovski/free-spoken-digit-dataset",
-        )
+        described = f"fsdd, test speaker {test_speaker}"
+        super().__init__(root, test_speakers=(test_speaker,), split=split, description=described)
         if test_speaker not in self.speakers:
             raise UserError(f'{root} has no speaker "{test_speaker}"{nearest(test_speaker, self.speakers)}')
         if len(self.speakers) == 1:

@@ -8,10 +8,11 @@ import struct
 import numpy as np
 import pytest
 import soundfile
+import torch
 from numpy.typing import NDArray
-from scipy import signal
 
 from data_pipeline.audio.sound_file import read_sound, sound_facts
+from data_pipeline.audio.waveform import resample
 
 RATE = 16_000
 
@@ -81,16 +82,13 @@ def burst(rate: int) -> NDArray[np.float64]:
 
 
 @pytest.mark.parametrize("from_rate", [8_000, 11_025, 22_050, 44_100, 48_000, 44_056])
-def test_resampled_points_are_exact_and_equal_scipys(from_rate: int) -> None:
+def test_resampled_points_are_exact_and_equal_torchaudios(from_rate: int) -> None:
     ours = read_sound(encoded("WAV", "DOUBLE", burst(from_rate), rate=from_rate), sample_rate=RATE)
     assert (ours.sample_rate, ours.remarks[-1]) == (
         RATE,
         f"has {from_rate} points a second and is resampled to {RATE}",
     )
-    divisor = np.gcd(from_rate, RATE)
-    up, down = RATE // divisor, from_rate // divisor
-    window = signal.firwin(2 * 64 * max(up, down) + 1, 0.95 / max(up, down), window=("kaiser", 14.8))
-    theirs = signal.resample_poly(burst(from_rate), up, down, window=window)
+    theirs = resample(torch.from_numpy(burst(from_rate)), from_rate=from_rate, to_rate=RATE).numpy()  # torchaudio's
     for expected in (burst(RATE), theirs):
         num = min(len(ours.points), len(expected))
         assert num >= RATE // 2 - 1

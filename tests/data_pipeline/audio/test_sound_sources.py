@@ -74,7 +74,7 @@ def test_missing_speakers_are_named(audiomnist: Path) -> None:
         AudioMnist(audiomnist, split="train")
     with pytest.raises(UserError, match=r"1 of the test split's 12 speakers \(60\)"):
         AudioMnist(audiomnist, split="test")
-    with pytest.raises(UserError, match=r"is not there; .*https://github.com/soerenab/AudioMNIST"):
+    with pytest.raises(UserError, match=r"nowhere .*https://github.com/soerenab/AudioMNIST"):
         AudioMnist(audiomnist / "nowhere", split="train")
 
 
@@ -115,9 +115,9 @@ def test_each_speaker_can_be_the_test_speaker(recordings: Path) -> None:
 
 
 def test_wrong_recordings_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nowhere is not there; .*https://github.com/Jakobovski"):
+    with pytest.raises(UserError, match=r"nowhere .*https://github.com/Jakobovski"):
         Fsdd(tmp_path / "nowhere", split="train")
-    with pytest.raises(UserError, match="holds no WAV files"):
+    with pytest.raises(UserError, match=r"holds no sounds .*https://github.com/Jakobovski"):
         Fsdd(tmp_path, split="train")
     write_points(tmp_path / "0_theo_0.wav", rate=8_000)
     with pytest.raises(UserError, match="holds only one speaker, theo"):
