@@ -64,10 +64,12 @@ class ArrowFiles(Files):
             raise UserError(f"{root} needs the package pyarrow; install it with pip install -e '.[parquet]'") from None
         self._splits, self._copies, self._lock = tables_in(root), copies, threading.Lock()
         self._contents: dict[str, Any] = {}
-        first = self._opened(next(iter(self._splits.values()))[0])
-        schema = first.schema if isinstance(first, self._arrow.Table) else first.schema_arrow
-        features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
-        kinds = {field.name: str(field.type) for field in schema}
+        features, kinds = dict[str, Any](), dict[str, str]()
+        schemas = {split: self._schema(self._opened(paths[0])) for split, paths in self._splits.items()}
+        for schema in schemas.values():
+            described = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+            features |= described.get("info", {}).get("features", {})
+            kinds |= {field.name: str(field.type) for field in schema}
         contents = [name for name, kind in kinds.items() if re.match("(large_)?binary|struct<bytes", kind)]
         if not contents:
             raise NoContentError(f"{root} has no column of files, only {', '.join(kinds)}; name tables that have one")
@@ -80,6 +82,8 @@ class ArrowFiles(Files):
         self.classes = {name: tuple(as_word(each) or each for each in names) for name, names in named.items() if names}
         if left_out := kinds.keys() - {self._column, *self._labels}:
             logger.info("%s: left out the columns %s", root, ", ".join(sorted(left_out)))
+        for split in [split for split, schema in schemas.items() if self._column not in schema.names]:
+            logger.warning("%s: left out %s, which has no column %s", root, self._splits.pop(split), self._column)
 
     def __reduce__(self) -> tuple[Callable[..., Files], tuple[Path | None, ...]]:
         for split in self._splits:
@@ -114,10 +118,15 @@ class ArrowFiles(Files):
         yield from self._compute.struct_field(self._read(path, f"{self._column}.path"), "path").to_pylist()
 
     def _read(self, path: Path, column: str) -> Any:
-        """Return a column of a table, or a field of it in a Parquet file, with all rows."""
-        table = self._opened(path)
+        """Return a column of a table, or a field of it in a Parquet file, with all rows; nulls if there is none."""
+        table, name = self._opened(path), column.partition(".")[0]
         is_mapped = isinstance(table, self._arrow.Table)
-        return table.column(column.partition(".")[0]) if is_mapped else table.read(columns=[column]).column(0)
+        if name not in self._schema(table).names:
+            return self._arrow.nulls(table.num_rows if is_mapped else table.metadata.num_rows, self._arrow.string())
+        return table.column(name) if is_mapped else table.read(columns=[column]).column(0)
+
+    def _schema(self, table: Any) -> Any:
+        return table.schema if isinstance(table, self._arrow.Table) else table.schema_arrow
 
     def _opened(self, path: Path, **how: Any) -> Any:
         """Return a table that is mapped into memory, or an opened Parquet file."""

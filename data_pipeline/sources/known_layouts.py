@@ -143,8 +143,8 @@ def _of_tables(look: Look, kind: str, tables: Mapping[str, Table]) -> Found | No
         for label, words in words_of.items():
             words += table.labels.get(label) or [""] * len(table.files)
     where = ", ".join(table.where for table in tables.values())
-    there = {normal(name): name for name in look.files.names}  # systems write letters with accents in two ways
-    names = [there.get(normal(name), name) for name in names]
+    there = {normal(name): name for name in look.files.names}  # systems write accents and "/" in two ways
+    names = [there.get(normal(name)) or there.get(normal(name.replace("\\", "/")), name) for name in names]
     name, num = Counter(names).most_common(1)[0]
     if num > 1:
         raise UserError(f"{where} names {name} {num} times; give each {look.medium} one line")

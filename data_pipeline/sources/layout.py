@@ -58,7 +58,7 @@ class Layout:
         split_N: the split of each, "train" or "test"; None if nothing says it.
         labels: each label of all records by name; empty if there is none.
         notes: what was assumed or left out, as a sentence, with the names of the files that it is about.
-        has_class_folders: whether the classes are folders; then no split may lack one.
+        has_class_folders: whether the only label is that of class folders; then no split may lack one.
     """
 
     files: Files
@@ -85,8 +85,8 @@ def find_layout(
     """Return what the files of pictures or sounds mean.
 
     `labels` is a table whose files are relative to the root of `files`. `class_from` is the level of the folder that is
-    the class: "path:0" is the first below that of the split, "path:-1" the one that holds the file.
-    `test_fold` is the test split of ESC-50.
+    the class, whatever a table says: "path:0" is the first below that of the split, "path:-1" the one that holds the
+    file. `test_fold` is the test split of ESC-50.
 
     Raises `UserError` if there are no such files, or if a table is wrong.
     """
@@ -110,7 +110,8 @@ def find_layout(
     if found.splits is not None:
         found = _used(found, found.splits, look.notes)
     columns: dict[str, LabelColumn] = {}
-    if found.classes_are_folders and BASE not in found.words:
+    if class_from is not None or (found.classes_are_folders and BASE not in found.words):
+        found.words.pop(BASE, None)
         level = int((class_from or "path:0").removeprefix("path:"))
         found, columns = _class_folders(found, [_folder(name, num_above, level) for name in found.names], look)
         found.kind += f", class {class_from}" if class_from else ""
@@ -136,7 +137,7 @@ def find_layout(
         split_N=None if found.splits is None else np.array(found.splits),
         labels=columns,
         notes=look.notes,
-        has_class_folders=has_class_folders,
+        has_class_folders=has_class_folders and len(columns) == 1,
     )
 
 

@@ -116,6 +116,13 @@ def test_tables_of_other_programs_are_read_and_what_they_lack_is_named(tmp_path:
     assert isinstance(open_files(tmp_path / "labels"), Directory)
     with pytest.raises(UserError, match=r"n\.parquet has no column of files, only n; name tables"):
         open_files(tmp_path / "labels" / "n.parquet")
+    (tmp_path / "both").mkdir()
+    for name, columns in (("train", ["picture", "n"]), ("test", ["picture"]), ("numbers", ["n"])):
+        pyarrow.parquet.write_table(rows.select(columns), tmp_path / "both" / f"{name}.parquet")
+    layout = find_layout(open_files(tmp_path / "both"), "picture")
+    assert [name.partition("/")[0] for name in layout.names] == ["test", "test", "train", "train"]
+    assert layout.labels["n"].classes[1] == "1"
+    assert layout.labels["n"].label_N.tolist() == [-1, -1, 1, -1]
     data = (tmp_path / "birds.parquet").read_bytes()
     (tmp_path / "birds.parquet").write_bytes(data[: len(data) // 2])
     with pytest.raises(UserError, match=r"birds\.parquet cannot be read \(.*; copy or download it again"):

@@ -134,6 +134,15 @@ def test_labels_in_files_are_those_of_the_records(layout: str, zipped: bool, tmp
     assert list(found.notes) == said
 
 
+def test_folders_that_the_user_names_are_the_classes_beside_the_labels_of_a_table(tmp_path: Path) -> None:
+    table = "file_name,label,sex\na\\1.png,x,f\nb/2.png,y,m\n"  # the first as Windows writes it
+    files = write(tmp_path / "root", {"metadata.csv": table, "a/1.png": None, "b/2.png": None})
+    assert meaning(find_layout(files, "picture")) == {"a/1.png": ":x sex=f", "b/2.png": ":y sex=m"}
+    found = find_layout(files, "picture", class_from="path:0")
+    assert meaning(found) == {"a/1.png": ":a sex=f", "b/2.png": ":b sex=m"}
+    assert not found.has_class_folders  # groups of labels are split, so one may have no record in a split
+
+
 def test_published_sounds_have_their_splits(tmp_path: Path) -> None:
     csv = "filename,fold,target,category\n1-1-A-0.wav,1,0,dog\n5-9-A-9.wav,5,9,cat\n"
     esc50 = {"ESC-50/meta/esc50.csv": csv, "ESC-50/audio/1-1-A-0.wav": None, "ESC-50/audio/5-9-A-9.wav": None}
