@@ -118,7 +118,7 @@ def test_only_a_run_that_reads_no_labels_is_tagged_as_self_supervised(run_dir: R
     write_json(supervised.config, json.loads(run_dir.config.read_text()) | {"objective": {"kind": "supervised"}})
     begun = RunDir(shutil.copytree(run_dir.path, tmp_path / "begun"))  # with weights of others
     config = json.loads(run_dir.config.read_text())
-    config["encoder"] |= {"weights": "/home/me/imagenet.pth", "weights_sha256": "ab" * 32}
+    config["encoder"] |= {"weights": "/data/imagenet.pth", "weights_sha256": "ab" * 32}
     write_json(begun.config, config)
     cases: list[tuple[Any, int]] = [(run_dir, 1), (supervised, 0), (own_encoder(), 0), (begun, 0)]
     for number, (source, more) in enumerate(cases):
