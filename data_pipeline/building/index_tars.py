@@ -18,7 +18,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final, Literal
 
 import numpy as np
@@ -166,7 +165,7 @@ def write_index(
     fields: Fields,
     numbered: bool,
     beside: Sequence[str],
-    numbers: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
+    numbers: Mapping[str, Mapping[str, int]] | None = None,
 ) -> Manifest:
     """Write the index of tars into the directory `out`, and the manifest at last.
 
@@ -185,7 +184,7 @@ def write_index(
     }
     labels = dict(description.labels)
     for name, label in description.stored_labels.items():
-        number_of = numbers.get(name, {word: number for number, word in enumerate(label.classes)})
+        number_of = (numbers or {}).get(name, {word: number for number, word in enumerate(label.classes)})
         label_N = _numbers_of(number_of, [(tar.labels[name], tar.label_of[name]) for tar in tars])
         counts = np.bincount(label_N[label_N >= 0], minlength=len(label.classes))
         labels[name] = label.model_copy(update={"counts": tuple(counts.tolist())})

@@ -142,10 +142,6 @@ class ScanInputs:
     value_range: ValueRange | None = None
     tries_all: bool = False
 
-    @property
-    def label_names(self) -> tuple[str, ...]:
-        return (BASE,) if self.fields.labels is None else tuple(self.fields.labels)
-
 
 def scan_tar(inputs: ScanInputs, task: TarTask, *, is_built: bool = False) -> ScannedTar:
     """Scan one tar. A worker process calls this.
@@ -159,7 +155,8 @@ def scan_tar(inputs: ScanInputs, task: TarTask, *, is_built: bool = False) -> Sc
             raise UserError(f"{task.path}: the answer of {len(data)} bytes is not a whole tar; check the location")
         left_out = LeftOut()
         problems: list[str] = []
-        labels = {name: _LabelReader(inputs.fields, name, left_out, is_built) for name in inputs.label_names}
+        named: Mapping[str, str | None] = {BASE: None} if inputs.fields.labels is None else inputs.fields.labels
+        labels = {name: _LabelReader(field, left_out, is_built=is_built) for name, field in named.items()}
         candidates: defaultdict[str, Counter[str]] = defaultdict(Counter)
         fields: Counter[str] = Counter()
         num_members = 1 if inputs.fields.mask is None else 2
@@ -260,60 +257,47 @@ def _local(inputs: ScanInputs, task: TarTask) -> Iterator[Path]:
 
 
 class _LabelReader:
-    """Reads one label of the samples of a tar.
+    """Reads one label of the samples of a tar from a field; None is the first of `LABEL_FIELDS` that a sample has.
 
     Attributes:
         numbers: the different values, with their numbers in the order in which they were met.
         found: the number of the value of each sample; `NO_LABEL` if it has none.
     """
 
-    def __init__(self, fields: Fields, name: str, left_out: LeftOut, is_built: bool) -> None:
-        self._field = None if fields.labels is None else fields.labels[name]
-        self._left_out, self._is_built = left_out, is_built
+    def __init__(self, field: str | None, left_out: LeftOut, *, is_built: bool) -> None:
+        self._field, self._left_out, self._is_built = field, left_out, is_built
         self.numbers: dict[str, int] = {}
         self.found: list[int] = []
 
     def read(self, of_sample: Mapping[str, TarMember], data: memoryview, tar: str) -> None:
         try:
-            word = _label(self._field, of_sample, data, tar, is_built=self._is_built)
+            word = self._word(of_sample, data, tar)
+            if len(word) > MAX_CHARACTERS or not word.isprintable():
+                raise ValueError(f"its text of {len(word):,} characters is too long or cannot be printed")
         except ValueError as error:
             word = ""
-            self._left_out.add(UNREAD_LABELS, str(error))
+            why = "it is not text in UTF-8" if isinstance(error, UnicodeDecodeError) else error
+            self._left_out.add(UNREAD_LABELS, f"that of {next(iter(of_sample.values())).name}: {why}")
         self.found.append(self.numbers.setdefault(word, len(self.numbers)) if word else NO_LABEL)
 
-
-def _label(field: str | None, of_sample: Mapping[str, TarMember], data: memoryview, tar: str, *, is_built: bool) -> str:
-    """Return the label of a sample as text; "" if it has none. The text is exact in a tar of a build, which wrote it.
-
-    Raises `ValueError` with the name of its file if that has a content that is no label.
-    """
-    if field is None:
-        field = next((name for name in LABEL_FIELDS if name in of_sample), None)
-        if field is None:
+    def _word(self, of_sample: Mapping[str, TarMember], data: memoryview, tar: str) -> str:
+        """Return the label of a sample; "" if it has none. It is exact in a tar of a build, which wrote it."""
+        field = self._field or next((name for name in LABEL_FIELDS if name in of_sample), "")
+        extension, _, entry = field.partition(":")
+        if field == TAR_FIELD:
+            return tar
+        if extension == PATH_FIELD:
+            folders = _folders(of_sample)
+            return folders[level] if -len(folders) <= (level := int(entry)) < len(folders) else ""
+        member = of_sample.get(extension)
+        if member is None:
             return ""
-    extension, _, entry = field.partition(":")
-    if field == TAR_FIELD:
-        return tar
-    if extension == PATH_FIELD:
-        folders = _folders(of_sample)
-        return folders[level] if -len(folders) <= (level := int(entry)) < len(folders) else ""
-    member = of_sample.get(extension)
-    if member is None:
-        return ""
-    if member.size > _MAX_LABEL_BYTES:
-        raise ValueError(f"{member.name}, which has {member.size:,} bytes, more than {_MAX_LABEL_BYTES:,}")
-    content = bytes(data[member.offset : member.offset + member.size])
-    try:
+        if member.size > _MAX_LABEL_BYTES:
+            raise ValueError(f"it has {member.size:,} bytes, more than {_MAX_LABEL_BYTES:,}")
+        content = bytes(data[member.offset : member.offset + member.size])
         # Some programs write a byte-order mark before the text.
         value = _value_in_json(content, entry) if entry else content.decode("utf-8-sig")
-        word = value if is_built and isinstance(value, str) else as_word(value)
-    except UnicodeDecodeError:
-        raise ValueError(f"{member.name}, which is not text in UTF-8") from None
-    except ValueError as error:
-        raise ValueError(f"{member.name}: {error}") from None
-    if len(word) > MAX_CHARACTERS or not word.isprintable():
-        raise ValueError(f"{member.name}, whose text of {len(word):,} characters is too long or cannot be printed")
-    return word
+        return value if self._is_built and isinstance(value, str) else as_word(value)
 
 
 def _folders(of_sample: Mapping[str, TarMember]) -> list[str]:

@@ -73,7 +73,7 @@ class BuildPlan:
     @property
     def classes(self) -> dict[str, tuple[str, ...]]:
         """Return the class names of each label that is stored."""
-        return {name: self.labels[name].classes for name in self.scan.label_names}
+        return {name: self.labels[name].classes for name in self.scan.fields.labels or ()}
 
 
 @dataclass(frozen=True)
