@@ -38,4 +38,4 @@ class ValueRange(NamedTuple):
         raise UserError(f"{text} is not a range from a lower to a higher value; write it as 0..4095")
 
     def __str__(self) -> str:
-        return f"{self.low:.17g}..{self.high:.17g}"
+        return "..".join(str(int(each) if float(each).is_integer() else each) for each in self)

@@ -58,7 +58,7 @@ class Examined:
         mode: Pillow's mode of a picture, such as "RGB"; the coding of a sound, such as "PCM_16".
         size: width and height of a picture in pixels, as they are stored.
         rate: points a second of a sound.
-        channels: of a sound.
+        channels: of a sound, or of a `.npy`.
         seconds: the length of a sound.
         limits: the lowest and the highest value of a decoded picture of more than 8 bits.
         fault: why it cannot be used: "empty", "not one" (of the medium that its name says), "damaged", "truncated", or
@@ -122,8 +122,9 @@ def _picture(file: IO[bytes], *, full: bool) -> Examined:
     try:
         with opened(file) as picture:
             if isinstance(picture, np.ndarray):
-                height, width, _ = picture.shape
-                examined, values = Examined("picture", "NPY", str(picture.dtype), (width, height)), picture
+                (height, width, num_channels), values = picture.shape, picture
+                mode, size = str(picture.dtype), (width, height)
+                examined = Examined("picture", "NPY", mode, size, channels=num_channels)
             else:
                 kind = "JPEG" if picture.format in JPEG_FORMATS else picture.format or ""
                 examined = Examined("picture", kind, picture.mode, picture.size)

@@ -37,7 +37,7 @@ class Census:
         kinds: how many that can be used are of each medium, format and mode.
         sizes: how many pictures have each width and height.
         rates: how many sounds have so many points a second.
-        channels: how many sounds have so many channels.
+        channels: how many sounds, or pictures in a `.npy`, have so many channels.
         tenths: how many sounds last so many tenths of a second.
         num_bytes: the size of all files together.
         num_decoded: how many that can be used were decoded.
@@ -76,12 +76,13 @@ class Census:
         self.kinds[found.medium, found.format, found.mode] += 1
         if found.size is not None:
             self.sizes[found.size] += 1
+        if found.channels is not None:
+            self.channels[found.channels] += 1
         if found.limits is not None:
             low, high = self.limits.get(found.mode, found.limits)
             self.limits[found.mode] = min(low, found.limits[0]), max(high, found.limits[1])
         if found.rate is not None:
             self.rates[found.rate] += 1
-            self.channels[found.channels or 0] += 1
             self.tenths[round(10 * (found.seconds or 0))] += 1
 
 

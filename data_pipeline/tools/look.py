@@ -118,8 +118,9 @@ def _rows(place: Place, files: Files) -> Iterator[tuple[str, str]]:
         yield "size", " to ".join(f"{width:,} x {height:,}" for width, height in limits) + " pixels"
     if census.rates:
         yield "rate", _counted(census.rates, "{:,} points a second")
-        yield "channels", _counted(census.channels, "{}")
         yield "length", f"{min(census.tenths) / 10:g} to {max(census.tenths) / 10:g} s"
+    if census.channels:
+        yield "channels", _counted(census.channels, "{}")
     for mode, (low, high) in census.limits.items():
         yield "values", f"{low:,.6g} to {high:,.6g} ({mode})"
     if census.mediums[None]:

@@ -20,11 +20,14 @@ from data_pipeline.sources.known_layouts import TEST, TRAIN
 from data_pipeline.sources.layout import Layout
 from data_pipeline.storage.locations import is_remote, listed_tars
 from data_pipeline.storage.manifest import Fields, KeyRule
+from data_pipeline.tools.census import Census
 from data_pipeline.tools.findings import Place
 
 TEST_SHARE: Final = 0.2
 _DATA: Final = ("python", "-m", "data_pipeline")
 _SIZES: Final = (32, 64)  # pixels, to which pictures are brought: a CPU can train on them
+_RGB: Final = 3  # channels
+_OF_COLOURS: Final = ("jitter", "grayscale")  # what views of other channels leave out
 _MOST_BITS: Final = 14  # of 16, below which pictures would be nearly black
 _BATCH: Final = 64  # samples, of the recipes for a CPU
 _DATASETS: Final[dict[Medium, str]] = {"picture": "folder", "sound": "sounds"}
@@ -61,7 +64,7 @@ def _of_tars(tars: Sequence[tuple[str, Place]]) -> list[list[str]]:
         words += ["--classes-of", directories[0]] if found else _settings(place, place.tars[location])
         found.append(words + _skipped(place))
     if len(tars) > 1:
-        found.append(_train("picture", directories[0], directories[1], len(tars[0][1].is_good)))
+        found.append(_train("picture", directories[0], directories[1], len(tars[0][1].is_good), tars[0][1].census))
     return found
 
 
@@ -102,7 +105,7 @@ def _of_files(place: Place, root: Path, layout: Layout) -> list[list[str]]:
     build += [word for option, value in options.items() for word in (SOURCE_OPTION, f"{option}={value}")]
     out = f"data/{root.absolute().name.split('.')[0] or 'mine'}"
     builds = [[*build, *_skipped(place), "--split", split, "--out", f"{out}/{split}"] for split in (TRAIN, TEST)]
-    return [*builds, _train(layout.medium, f"{out}/{TRAIN}", f"{out}/{TEST}", num_train)]
+    return [*builds, _train(layout.medium, f"{out}/{TRAIN}", f"{out}/{TEST}", num_train, place.census)]
 
 
 def _skipped(place: Place) -> list[str]:
@@ -128,13 +131,18 @@ def _value_range(limits: Mapping[str, tuple[float, float]]) -> dict[str, object]
     unscaled = [of_mode for mode, of_mode in limits.items() if not mode.startswith("I;16")]
     if unscaled:
         low, high = min(low for low, _ in unscaled), max(high for _, high in unscaled)
+        if 0 <= low <= high <= 1:
+            low, high = 0, 1
         return {VALUE_RANGE: str(ValueRange(low, high if high > low else low + 1))}
     num_bits = max((int(high).bit_length() for _, high in limits.values()), default=16)
     return {} if num_bits > _MOST_BITS else {VALUE_RANGE: 2 ** max(num_bits, 8) - 1}
 
 
-def _train(medium: Medium, train: str, test: str, num_samples: int) -> list[str]:
+def _train(medium: Medium, train: str, test: str, num_samples: int, census: Census) -> list[str]:
     settings = [f"data.train_dir={train}", f"data.test_dir={test}"]
+    num_channels = max(census.channels, key=lambda num: census.channels[num], default=_RGB)
+    if medium == "picture" and num_channels != _RGB:
+        settings += [f"encoder.in_channels={num_channels}", *(f"views.{name}_probability=0" for name in _OF_COLOURS)]
     if num_samples < _BATCH:
         settings.append(f"global_batch_size={max(2, (1 << num_samples.bit_length()) // 2)}")
     words = ["python", "-m", "launch.train", "--config", _RECIPES[medium]]

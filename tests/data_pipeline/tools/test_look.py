@@ -108,6 +108,7 @@ def test_what_is_decoded_is_spread_evenly(look: Looker, monkeypatch: pytest.Monk
         (np.uint16, (0, 4_000), "value_range=4095"),
         (np.uint16, (0, 65_535), None),
         (np.float32, (-1.5, 2), "value_range=-1.5..2"),
+        (np.float32, (0, 0.9), "value_range=0..1"),
     ],
 )
 def test_values_of_more_than_8_bits_get_their_range(
@@ -121,6 +122,16 @@ def test_values_of_more_than_8_bits_get_their_range(
     assert due is None or f"--source-option {due} " in done.stdout
     _, built = look.run_printed(done.stdout)
     assert load_manifest(built["train"]).num_samples == 6
+
+
+def test_pictures_of_many_channels_get_views_and_an_encoder_for_them(look: Looker) -> None:
+    for i in range(8):
+        np.save(look.directory / f"{i}.npy", np.full((6, 20, 20), 100 * i + 1, dtype=np.uint16))
+    done = look(".")
+    assert "channels  6" in done.stdout
+    settings, built = look.run_printed(done.stdout)
+    assert load_manifest(built["train"]).input_shape == (6, 32, 32)
+    assert {"encoder.in_channels=6", "views.jitter_probability=0", "views.grayscale_probability=0"} <= set(settings)
 
 
 def test_a_dataset_that_is_built_needs_no_other_command(look: Looker) -> None:
