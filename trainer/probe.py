@@ -71,6 +71,11 @@ def main() -> None:
         parser.error("pass either RUN_DIR or --encoder")
     if arguments.encoder is not None and None in (arguments.train, arguments.test):
         parser.error("--encoder needs --train DIR and --test DIR, two datasets")
+    if arguments.encoder is None and arguments.out is not None:
+        parser.error("--out is for --encoder; the results of a run lie in its directory")
+    of_runs = (arguments.step is not None, arguments.all_steps, arguments.missing, arguments.untrained)
+    if arguments.encoder is not None and any(of_runs):
+        parser.error("--step, --all-steps, --missing and --untrained are for runs, not for --encoder")
     import_code(arguments.code)
     from trainer.distributed.collectives import from_first_rank, on_first_rank, rank
     from trainer.distributed.environment import choose_device, process_group, read_env

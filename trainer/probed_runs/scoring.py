@@ -42,6 +42,11 @@ def open_encoder(text: str) -> AnyNetwork:
         return open_network(text)
     path, _, name = text.rpartition(":")
     if not _OBJECT.fullmatch(text):
+        if not Path(text).exists():
+            raise UserError(
+                f"{text} is no file and no directory; pass an export, a run directory, FILE.py:NAME, "
+                "package.module:NAME, timm:NAME or torchvision:NAME as --encoder"
+            )
         return load_encoder(text)
     if path.endswith(PYTHON_SUFFIX):
         path = import_file(Path(path))
@@ -64,7 +69,7 @@ def score(
     """
     config = WITHOUT_VIEWS.override(settings, where="the probe")
     check_without_views(config)
-    data = DataConfig(train_dir=train_dir, test_dir=test_dir)
+    data = DataConfig(train_dir=train_dir, test_dir=test_dir).absolute()
     manifests = read_agreed_manifests(data)
     check_labels(data, manifests, config)
     encoder = open_encoder(text)
@@ -75,8 +80,8 @@ def score(
     scored = ScoredEncoder(
         name=text,
         seed=0,
-        train_dir=train_dir,
-        test_dir=test_dir,
+        train_dir=data.probed_dir,
+        test_dir=data.test_dir,
         origin=origin_of_numbers(),
         sha256=FileEntry.of(file).sha256 if file.is_file() else None,
     )

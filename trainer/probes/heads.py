@@ -52,7 +52,6 @@ def write_heads(path: Path, heads: Heads) -> None:
 
 def read_heads(path: Path, *, device: torch.device = _CPU) -> Heads:
     """Read the heads in a file. Raises `UserError` if there is no such file, or if it is damaged."""
-    run_dir = path.parents[2]
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             names, origin = set(file.keys()), json.loads((file.metadata() or {})["heads"])
@@ -62,5 +61,4 @@ def read_heads(path: Path, *, device: torch.device = _CPU) -> Heads:
             }
         return Heads(by_label, origin["made_by"], origin["train_manifest_sha256"])
     except (OSError, SafetensorError, KeyError, ValueError) as error:
-        mend = f"fit the heads with `python -m trainer.probe {run_dir}`"
-        raise UserError(f"{path} holds no heads ({error}); {mend}") from None
+        raise UserError(f"{path} holds no heads ({error}); fit them again with `python -m trainer.probe`") from None

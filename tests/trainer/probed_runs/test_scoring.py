@@ -86,9 +86,10 @@ def test_an_encoder_in_every_form_has_the_accuracies_of_its_module(
 
 
 def test_a_scored_encoder_is_a_row_beside_runs(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = tmp_path / "run"
+    monkeypatch.chdir(tmp_path)
+    run, out = Path("run"), Path("out")
     shutil.copytree(home / "run", run)
-    data, out = ["--train", home / "data/train", "--test", home / "data/test"], tmp_path / "out"
+    data = ["--train", home / "data/train", "--test", home / "data/test"]
     call(monkeypatch, run)
     call(monkeypatch, "--encoder", f"{home}/someones.py:module", *data, *QUICK, "--out", out)
     page = Page(report(monkeypatch, tmp_path / "page.html", run, out, "--csv", str(tmp_path / "table.csv")))
@@ -136,7 +137,7 @@ def test_a_run_on_other_data_keeps_its_own_results_and_moved_data_are_its_own(
             r"large fails on pictures of shape \(3, 16, 16\): .*64.*; resize",
         ),
         ("--encoder {home}/someones.py:modul {data}", 'has no "modul"; did you mean "module"'),
-        ("--encoder {home}/nothing.safetensors {data}", "nothing.safetensors is not an encoder"),
+        ("--encoder {home}/nothing.safetensors {data}", "nothing.safetensors is no file and no directory"),
         ("--encoder {home}/someones.py:module {data} --set views=policy", "must have views=none"),
         (
             "--encoder {home}/someones.py:module --train {home}/nowhere --test {home}/data/test",
@@ -144,6 +145,8 @@ def test_a_run_on_other_data_keeps_its_own_results_and_moved_data_are_its_own(
         ),
         ("--encoder {home}/someones.py:module --train {home}/data/train", None),
         ("--encoder {home}/someones.py:module {home}/run {data}", None),
+        ("--encoder {home}/someones.py:module {data} --step 3", None),
+        ("{home}/run --out {home}/out", None),
         ("", None),
     ],
 )

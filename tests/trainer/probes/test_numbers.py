@@ -89,21 +89,25 @@ def test_the_regressions_are_those_of_scikit_learn(num_features: int) -> None:
 
 
 def build(home: Path, columns: dict[str, Sequence[Sequence[object]]], *, num: int = 48) -> Path:
-    """Build train and test sets of grey pictures, with labels from a table; their brightness is that of their row."""
+    """Build train and test sets of grey pictures, each with labels from a table of its own.
+
+    The brightness of a picture is that of its row.
+    """
     draw = np.random.default_rng(0)
-    root = home / "pictures"
-    lines = [",".join(["file", "split", *columns])]
     for which, split in enumerate(("train", "test")):
-        (root / split).mkdir(parents=True)
+        root = home / "pictures" / split
+        root.mkdir(parents=True)
+        lines = [",".join(["file", "split", *columns])]
         for row in range(num):
             noise = draw.integers(0, 6, (16, 16, 3))
-            Image.fromarray((4 * row + which + noise).astype(np.uint8)).save(root / f"{split}/{row}.png")
-            lines.append(",".join([f"{split}/{row}.png", split, *(str(one[which][row]) for one in columns.values())]))
-    (root / "labels.csv").write_text("\n".join(lines) + "\n")
-    options = {"labels": str(root / "labels.csv"), "image_size": "16"} if columns else {"image_size": "16"}
+            Image.fromarray((4 * row + which + noise).astype(np.uint8)).save(root / f"{row}.png")
+            lines.append(",".join([f"{row}.png", split, *(str(one[which][row]) for one in columns.values())]))
+        (home / f"{split}.csv").write_text("\n".join(lines) + "\n")
     for split in ("train", "test"):
-        of_split: dict[str, Any] = {"root": root, "source_options": options, "split": split}
-        build_dataset("folder", home / split, **of_split)
+        table = {"labels": str(home / f"{split}.csv")} if columns else {}
+        root = home / "pictures" / split if columns else home / "pictures"
+        given: dict[str, Any] = {"root": root, "source_options": {"image_size": "16"} | table, "split": split}
+        build_dataset("folder", home / split, **given)
     return home
 
 
