@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from data_pipeline.building.datasets import (
+    BOTH,
     DIGITS,
     NUM_SAMPLES_PER_SHARD,
     OVERLAY_MODES,
@@ -51,7 +52,12 @@ def _build(parser: argparse.ArgumentParser) -> None:
     add("--out", metavar="DIR", type=Path, required=True, help="The directory to write the dataset to.")
     add("--source", metavar="S", help="Where the data comes from, one of the list below.")
     add("--root", metavar="PATH", type=Path, help="The directory that holds the files of the source.")
-    add("--split", metavar="|".join(SPLITS), default="train", help="The split to build (default: train).")
+    add(
+        "--split",
+        metavar="|".join((*SPLITS, BOTH)),
+        default="train",
+        help=f"The split to build (default: train); {BOTH} builds DIR/train and DIR/test.",
+    )
     add("--seed", metavar="N", type=whole, default=0, help="The seed of order and overlays (default: 0).")
     add("--limit", metavar="N", type=positive, help="Use at most N records, balanced over the classes.")
     add(

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from pydantic import ValidationError
 
 from data_pipeline.building.bad_records import forget_bad, leave_out
 from data_pipeline.building.catalogue import DATASETS, Ingredients, labels_of_overlay, open_dataset
-from data_pipeline.building.datasets import NUM_SAMPLES_PER_SHARD, OVERLAY_MODES, TAR_PICTURE_SIZE
+from data_pipeline.building.datasets import BOTH, NUM_SAMPLES_PER_SHARD, OVERLAY_MODES, SPLITS, TAR_PICTURE_SIZE
 from data_pipeline.building.index_tars import describe_manifest, partial_path, write_index
 from data_pipeline.building.locks import LOCK_NAME, locked
 from data_pipeline.building.pool import run_all
@@ -99,6 +99,7 @@ def build_dataset(
     root: Path | None = None,
     source_options: Options = NOTHING_GIVEN,
     overlay_options: Options = NOTHING_GIVEN,
+    shared: dict[str, Any] | None = None,
 ) -> Manifest:
     """Build a dataset in `directory`, or check that it was built there with the same arguments from the same data.
 
@@ -124,6 +125,7 @@ def build_dataset(
             root=root,
             source_options=source_options,
             overlay_options=overlay_options,
+            shared=shared,
         )
         how_made = HowMade(
             dataset=dataset,
@@ -415,25 +417,30 @@ def _whole_or_nothing(directory: Path, unfinished: Path) -> Iterator[None]:
 
 
 def run(args: argparse.Namespace) -> None:
-    existed = (args.out / MANIFEST_NAME).is_file()
-    manifest = build_dataset(
-        args.dataset,
-        args.out,
-        split=args.split,
-        seed=args.seed,
-        limit=args.limit,
-        repeats=args.repeats,
-        overlay=args.overlay,
-        keep=args.keep,
-        num_samples_per_shard=args.samples_per_shard,
-        num_workers=args.workers,
-        skip_bad=args.skip_bad,
-        source=args.source,
-        root=args.root,
-        source_options=dict(args.source_option),
-        overlay_options=dict(args.overlay_option),
-    )
-    done = "exists already, built from the same data with the same arguments" if existed else "built"
-    print(f"{args.out} {done}: {manifest.num_samples} samples in {manifest.num_shards} shards, {manifest.sha256[:12]}")
-    for line in describe_manifest(manifest):
-        print(line)
+    shared: dict[str, Any] = {}
+    # The test split first: if there is none, that is said before the long build.
+    places = {split: args.out / split for split in reversed(SPLITS)} if args.split == BOTH else {args.split: args.out}
+    for split, out in places.items():
+        existed = (out / MANIFEST_NAME).is_file()
+        manifest = build_dataset(
+            args.dataset,
+            out,
+            split=split,
+            seed=args.seed,
+            limit=args.limit,
+            repeats=args.repeats,
+            overlay=args.overlay,
+            keep=args.keep,
+            num_samples_per_shard=args.samples_per_shard,
+            num_workers=args.workers,
+            skip_bad=args.skip_bad,
+            source=args.source,
+            root=args.root,
+            source_options=dict(args.source_option),
+            overlay_options=dict(args.overlay_option),
+            shared=shared,
+        )
+        done = "exists already, built from the same data with the same arguments" if existed else "built"
+        print(f"{out} {done}: {manifest.num_samples} samples in {manifest.num_shards} shards, {manifest.sha256[:12]}")
+        for line in describe_manifest(manifest):
+            print(line)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -80,12 +80,13 @@ def open_dataset(
     root: Path | None = None,
     source_options: Options = NOTHING_GIVEN,
     overlay_options: Options = NOTHING_GIVEN,
+    shared: dict[str, Any] | None = None,
 ) -> Ingredients:
     """Open the source and the overlay of a dataset.
 
     `source` is where the data comes from, one of `SOURCES` for the base, the first by default; `root` is the folder of
     its files. A source that generates its records makes `limit` of them; other sources ignore it. Each class of a
-    source or an overlay says which options it has.
+    source or an overlay says which options it has. Builds of several splits may give the same `shared`, empty at first.
 
     Raises `UserError` if a name is unknown, an option does not fit the source or the overlay, or the data is missing.
     """
@@ -102,7 +103,7 @@ def open_dataset(
         raise UserError(f"{name} data is generated, not read from {root}; leave --root out")
     if found.overlay is None and overlay_options:
         raise UserError(f"{dataset} has no overlay, so it takes no option {next(iter(overlay_options))} of one")
-    given = SourceInputs(base=base, root=root, split=split, seed=seed, limit=limit, options=source_options)
+    given = SourceInputs(base, root, split, seed, limit, source_options, {} if shared is None else shared)
     if base in PICTURES:
         return _open_pictures(name, given, found.overlay, overlay_options)
     return _open_sounds(name, given, found.overlay, overlay_options)

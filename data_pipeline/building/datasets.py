@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Final
 
 SPLITS: Final = ("train", "test")
+BOTH: Final = "both"  # in place of a split: each in a directory of its name
 OVERLAY_MODES: Final = ("baked", "online")  # drawn once into the shards, or again at each reading
 DIGITS: Final = ("mnist", "mnist_test_for_test", "mnist_t10k", "sklearn")
 NUM_SAMPLES_PER_SHARD: Final = 1_000

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,6 +95,7 @@ class SourceInputs:
         seed: the seed of the build.
         limit: the most records that the build takes; None for all. A source that generates records makes so many.
         options: by name, as the user gave them. `read` checks them.
+        shared: what a source keeps for the build of another split; empty at first.
     """
 
     base: str
@@ -103,6 +104,7 @@ class SourceInputs:
     seed: int
     limit: int | None
     options: Options = field(default_factory=dict)
+    shared: dict[str, Any] = field(default_factory=dict)
 
     def read(self, schema: type[T]) -> T:
         """Return the options of the user. Raises `UserError` if one is unknown or wrong."""

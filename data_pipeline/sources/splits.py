@@ -74,20 +74,24 @@ def open_split(
 
     `decode` reads a file; it is called only if the split is drawn. Raises the errors of `find_layout` and `records_of`.
     """
-    layout = find_layout(
-        open_files(given.required_root()),
-        medium,
-        labels=options.labels,
-        class_from=options.class_from,
-        test_fold=options.test_fold,
-    )
-    layout.log_notes()
+    if not given.shared:
+        found = find_layout(
+            open_files(given.required_root()),
+            medium,
+            labels=options.labels,
+            class_from=options.class_from,
+            test_fold=options.test_fold,
+        )
+        found.log_notes()
+        given.shared.update(layout=found, digests=[])
+    layout: Layout = given.shared["layout"]
     chosen_N, drawn = records_of(
         layout,
         given.split,
         lambda name: layout.files.decoded(name, decode),
         test_share=options.test_share,
         seed=given.seed,
+        digests=given.shared["digests"],
     )
     return Split(
         layout.files,
@@ -106,6 +110,7 @@ def records_of(
     *,
     test_share: float | None = None,
     seed: int = 0,
+    digests: list[bytes],
 ) -> tuple[NDArray[np.int64], str]:
     """Return the numbers of the records of a split, sorted, and in words for the manifest how they were drawn.
 
@@ -113,7 +118,7 @@ def records_of(
     `test_share` of the records is the test split, spread over the classes, or over the groups of equal labels. It is
     drawn by `in_test_split` from `content_of`, the decoded content of each record, which threads read. Records that
     cannot be read are in both splits, so that both builds name them. Without labels and without a share, all records
-    are for training.
+    are for training. `digests` are those of the contents if another split was drawn before; else it is filled.
 
     Raises `UserError` if `test_share` is missing or not needed, or if a split, or a class of a split, is empty.
     """
@@ -134,7 +139,6 @@ def records_of(
         )
     columns = [label.label_N for label in layout.labels.values()] or [np.zeros(len(layout.names), dtype=np.int64)]
     _, group_N = np.unique(np.stack(columns), axis=1, return_inverse=True)
-    digests: list[bytes] = []
 
     def digest(name: str) -> bytes:
         try:
@@ -146,7 +150,7 @@ def records_of(
         ThreadPoolExecutor(num_cores()) as pool,
         Progress(f"splitting {root.name} into train and test", total=len(layout.names)) as progress,
     ):
-        for start in range(0, len(layout.names), _NUM_AT_ONCE):
+        for start in range(len(digests), len(layout.names), _NUM_AT_ONCE):
             some = layout.names[start : start + _NUM_AT_ONCE]
             digests += pool.map(digest, some)
             progress.advance(len(some))

@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import hashlib
 import math
+import shutil
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from data_pipeline.__main__ import main
 from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError
 from data_pipeline.remote.fetch import RemoteConfig
@@ -17,6 +20,7 @@ from data_pipeline.sources.splits import in_test_split
 from data_pipeline.storage.manifest import SOURCE_DIGESTS_NAME, load_manifest
 from data_pipeline.storage.source_digests import content_digest, read_source_digests, shared_sources
 from data_pipeline.storage.store import SampleStore
+from tests.commands import call
 from tests.data_pipeline.folders import open_folder
 from tests.data_pipeline.stored_samples import decode_sample, find_problems
 
@@ -130,6 +134,38 @@ def test_both_splits_of_a_cut_folder_are_all_pictures_once_and_say_how_they_were
     assert shared_sources(digests_of(tmp_path / "train"), digests_of(tmp_path / "test")).num_shared == 0
     everything = {*digests_of(tmp_path / "train").tolist(), *digests_of(tmp_path / "test").tolist()}
     assert len(everything) == 40
+
+
+def test_one_command_builds_both_splits_and_draws_them_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, drawn = write_pictures(tmp_path / "root", num=20), Mock(side_effect=content_digest)
+    monkeypatch.setattr("data_pipeline.sources.splits.content_digest", drawn)
+    words: list[str | Path] = [
+        "build",
+        "folder_shapes",
+        "--root",
+        root,
+        "--seed",
+        "3",
+        "--workers",
+        "1",
+        "--split",
+        "both",
+    ]
+    done = call(
+        main, *words, "--source-option", "test_share=0.2", "--out", tmp_path, monkeypatch=monkeypatch, capsys=capsys
+    )
+    assert done.status == 0, done.stderr
+    assert drawn.call_count == 40
+    for split in ("train", "test"):
+        alone = build_dataset(
+            "folder_shapes", tmp_path / "alone", root=root, split=split, source_options={"test_share": 0.2}, seed=3
+        )
+        assert load_manifest(tmp_path / split) == alone
+        shutil.rmtree(tmp_path / "alone")
+    assert call(main, *words, "--out", tmp_path / "no", monkeypatch=monkeypatch, capsys=capsys).status == 2
+    assert not (tmp_path / "no").exists()  # it is not found out after the long build
 
 
 def test_another_seed_cuts_otherwise_and_other_names_do_not(tmp_path: Path) -> None:
