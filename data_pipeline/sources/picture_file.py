@@ -177,8 +177,6 @@ def to_8_bits(values: NDArray[Any], value_range: ValueRange | None) -> NDArray[n
     """
     if values.dtype == np.uint8:
         return values
-    if values.dtype == np.bool_:
-        return values * np.uint8(255)
     if value_range is None:
         raise UnreadableError(f"its values are {values.dtype}, whose range is not known; {HOW_TO_GIVE}")
     low, high = value_range
