@@ -50,7 +50,14 @@ from data_pipeline.core.value_range import VALUE_RANGE, ValueRange
 from data_pipeline.overlays import OverlayInputs, PixelOverlay
 from data_pipeline.overlays.registry import kind_of, save_overlay
 from data_pipeline.storage.index import HASHES_NAME, NUMBERS_NAME, SAMPLES_NAME, TIMES_NAME, labels_name
-from data_pipeline.storage.locations import MANIFEST_NAME, TARS_NAME, index_directory, is_remote, listed_tars
+from data_pipeline.storage.locations import (
+    MANIFEST_NAME,
+    PICTURE_FIELDS,
+    TARS_NAME,
+    index_directory,
+    is_remote,
+    listed_tars,
+)
 from data_pipeline.storage.manifest import (
     OVERLAY_NAME,
     Description,
@@ -254,9 +261,10 @@ def _found_labels(
                 f"{location} holds sounds, which are built: `python -m data_pipeline build sounds --root {location} "
                 "--out DIR`"
             )
+        where = "a known ending" if fields.content == PICTURE_FIELDS else f"one of {', '.join(fields.content)}"
         raise UserError(
-            f"no sample of {location} has a picture under one of {', '.join(fields.content)}; its fields are {seen}, "
-            "so name yours with --image"
+            f"no sample of {location} has a picture under {where}; its fields are {seen}, so name yours with --image "
+            f"({'; '.join(all_left_out(tars).lines())})"
         )
     of_train = None if classes_of is None else load_manifest(classes_of).labels
     found: dict[str, Classes] = {}
@@ -328,13 +336,18 @@ def describe_tars(tars: Sequence[ScannedTar], fields: Fields) -> Iterator[str]:
     yield f"fields: {', '.join(f'{name} {count}' for name, count in found.most_common(10))}"
     if fields.labels is None and len(several := [name for name in LABEL_FIELDS if name in found]) > 1:
         yield f"the label of a sample is the first of its fields {', '.join(several)}; name one with --label"
-    left_out = LeftOut()
-    for tar in tars:
-        left_out += tar.left_out
-    yield from left_out.lines()
+    yield from all_left_out(tars).lines()
     if candidates := find_candidates(tars):
         named = [f"--label {name} ({len(nums):,} values)" for name, nums in candidates.items()]
         yield f"samples have no label in {', '.join(LABEL_FIELDS)}; it may be {' or '.join(named[:_NUM_CANDIDATES])}"
+
+
+def all_left_out(tars: Sequence[ScannedTar]) -> LeftOut:
+    """Return what of all tars is not used."""
+    left_out = LeftOut()
+    for tar in tars:
+        left_out += tar.left_out
+    return left_out
 
 
 def find_candidates(tars: Sequence[ScannedTar]) -> dict[str, Counter[str]]:

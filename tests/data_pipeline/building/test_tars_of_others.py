@@ -138,6 +138,8 @@ def test_keys_with_dots(tmp_path: Path, index) -> None:  # type: ignore[no-untyp
     members = []
     for number in range(3):
         members += [(f"IMG_2021.03.0{number}.jpg", picture(number)), (f"IMG_2021.03.0{number}.cls", b"%d" % number)]
+    by_tarfile(tmp_path / "x.tar", members)
+    assert "(3 files are left out, because more than one dot is in their names; --key" in index(tmp_path).stderr
     by_tarfile(tmp_path / "x.tar", [*members, ("plain.jpg", picture(3))])
     done = index(tmp_path)
     assert "3 files are left out, because more than one dot is in their names; --key last-dot reads them" in done.stdout
