@@ -62,7 +62,7 @@ class TimmTrunk(Trunk):
         """Return the blocks of a vision transformer, and of other models that keep their layers in `blocks`."""
         return tuple(getattr(self.model, "blocks", ()))
 
-    def stages(self) -> list[list[nn.Parameter]]:
+    def stage_parameters(self) -> list[list[nn.Parameter]]:
         """Return the parameters of timm's groups: the stem, then the stages of a network, or a transformer's blocks."""
         group = load_timm().models.group_parameters
         found = group(self.model, self.model.group_matcher(coarse=True), return_values=True)

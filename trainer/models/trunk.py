@@ -33,7 +33,7 @@ class Trunk(nn.Module):
     checkpointing: Checkpointing = "none"
     _frozen: tuple[nn.Module, ...] = ()
 
-    def stages(self) -> list[list[nn.Parameter]]:
+    def stage_parameters(self) -> list[list[nn.Parameter]]:
         """Return the parameters of the stem, and those of each stage, in the order in which they run; empty if unknown.
 
         `freeze` needs them.
@@ -46,12 +46,12 @@ class Trunk(nn.Module):
         Frozen parameters get no gradient, and frozen layers stay in eval mode, in which batch norm neither takes nor
         changes statistics. Raises `UserError` if there are fewer stages.
         """
-        stages = self.stages()
+        stages = self.stage_parameters()
         num_frozen = 0 if num_stages is None else num_stages + 1
         if num_frozen > len(stages):
             raise UserError(
                 f"encoder.frozen_stages is {num_stages}, but this encoder has {max(0, len(stages) - 1)} stages after "
-                "its stem; set at most that, or null"
+                "its stem (one of your own names them in Trunk.stage_parameters); set fewer, or null"
             )
         for number, stage in enumerate(stages):
             for parameter in stage:
@@ -121,7 +121,7 @@ class ConvolutionalTrunk(nn.Sequential, Trunk):
     def blocks(self) -> tuple[nn.Module, ...]:
         return tuple(block for layer in self if isinstance(layer, nn.Sequential) for block in layer)
 
-    def stages(self) -> list[list[nn.Parameter]]:
+    def stage_parameters(self) -> list[list[nn.Parameter]]:
         """Return the parameters of the layers before the first stage, and of each stage."""
         stages: list[list[nn.Parameter]] = [[]]
         for layer in self:
