@@ -145,7 +145,7 @@ def _opened(file: IO[bytes]) -> Iterator[tuple[soundfile.SoundFile, SoundFacts]]
     try:
         sound = soundfile.SoundFile(whole)
     except soundfile.LibsndfileError as error:
-        raise ValueError(f"it is no sound that can be read ({error.error_string})") from None
+        raise ValueError(f"it is no sound of a known format ({error.error_string})") from None
     with sound:
         if sound.frames <= 0 or sound.samplerate <= 0:
             raise ValueError("it holds no sound")

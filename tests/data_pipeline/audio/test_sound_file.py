@@ -154,8 +154,8 @@ def test_odd_sounds_are_remarked(data: bytes, remark: str) -> None:
         (encoded("WAV", "PCM_16", SILENT[:0]), "it holds no sound"),
         (wav(data_size=0)[:44], "it holds no sound"),
         (encoded("WAV", "FLOAT", np.array([0, np.nan, 1])), "no finite numbers"),
-        (b"an error page of a server", "it is no sound"),
-        (b"", "it is no sound"),
+        (b"an error page of a server", "it is no sound of a known format"),
+        (b"", "it is no sound of a known format"),
     ],
 )
 def test_a_wrong_file_is_refused(data: bytes, reason: str) -> None:
