@@ -105,7 +105,7 @@ class Folder:
     def open(cls, given: SourceInputs) -> PictureFiles:
         options = given.read(FolderOptions)
         value_range = ValueRange.parse(options.value_range)
-        found = open_split(given, "picture", options, partial(read_pixels, value_range=value_range))
+        found = open_split(given, "picture", options)
         size = "" if options.image_size is None else f", middle {options.image_size}x{options.image_size}"
         return PictureFiles(
             found.files,

@@ -59,6 +59,7 @@ class Layout:
         labels: each label of all records by name; empty if there is none.
         notes: what was assumed or left out, as a sentence, with the names of the files that it is about.
         has_class_folders: whether the only label is that of class folders; then no split may lack one.
+        drawn: in words for the manifest how the splits were drawn; empty if they were not.
     """
 
     files: Files
@@ -69,6 +70,7 @@ class Layout:
     labels: Mapping[str, LabelColumn]
     notes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     has_class_folders: bool = False
+    drawn: str = ""
 
     def log_notes(self) -> None:
         """Log what was assumed, and warn of what was left out, with the number of files and one of them."""

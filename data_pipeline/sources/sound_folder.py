@@ -91,7 +91,7 @@ class SoundFolder:
     def open(cls, given: SourceInputs) -> SoundFiles:
         """Return the sounds of one split. Raises `UserError` if there are none, or as `open_split` does."""
         options = given.read(SoundFolderOptions)
-        split = open_split(given, "sound", options, lambda data: read_sound(data).points)
+        split = open_split(given, "sound", options)
         sample_rate, num_points = _rate_and_length(split.files, split.all_names, options)
         mel_config(sample_rate, num_points)  # raises if there is no spectrogram of such sounds
         return SoundFiles(

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ from pydantic import Field
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import SOURCE_OPTION
 from data_pipeline.core.progress import Progress
-from data_pipeline.core.sample import Medium
+from data_pipeline.core.sample import BASE, Medium
 from data_pipeline.core.schema import Schema
 from data_pipeline.core.system import num_cores
 from data_pipeline.sources import LabelColumn, SourceInputs
@@ -29,11 +30,10 @@ from data_pipeline.sources.files import Files, Names
 from data_pipeline.sources.known_layouts import TEST, TRAIN
 from data_pipeline.sources.layout import Layout, find_layout
 from data_pipeline.sources.places import open_files
-from data_pipeline.storage.source_digests import content_digest
 
 _NUM_AT_ONCE: Final = 1_000  # records that wait for the threads
 # In the manifest, so that no build goes on with the split of another rule. Manifests of the first rule name none.
-_SPLIT_RULE: Final = 2
+_SPLIT_RULE: Final = 3
 
 
 class SplitOptions(Schema):
@@ -67,12 +67,11 @@ class Split:
     drawn: str
 
 
-def open_split(
-    given: SourceInputs, medium: Medium, options: SplitOptions, decode: Callable[[bytes], NDArray[Any]]
-) -> Split:
+def open_split(given: SourceInputs, medium: Medium, options: SplitOptions) -> Split:
     """Return the records of the split of a build, and log what was left out and assumed.
 
-    `decode` reads a file; it is called only if the split is drawn. Raises the errors of `find_layout` and `records_of`.
+    Without labels, a split and a share, all records are for training. Raises the errors of `find_layout` and
+    `draw_split`, and `UserError` if the split is empty, or if nothing says the splits.
     """
     if not given.shared:
         found = find_layout(
@@ -83,111 +82,85 @@ def open_split(
             test_fold=options.test_fold,
         )
         found.log_notes()
-        given.shared.update(layout=found, digests=[])
+        share = options.test_share
+        given.shared["layout"] = found if share is None else draw_split(found, test_share=share, seed=given.seed)
     layout: Layout = given.shared["layout"]
-    chosen_N, drawn = records_of(
-        layout,
-        given.split,
-        lambda name: layout.files.decoded(name, decode),
-        test_share=options.test_share,
-        seed=given.seed,
-        digests=given.shared["digests"],
-    )
+    root, split, chosen_N = layout.files.root, given.split, np.arange(len(layout.names))
+    if layout.split_N is not None:
+        chosen_N = np.flatnonzero(layout.split_N == split)
+        if not len(chosen_N):
+            raise UserError(f"{root} has no {medium} in the split {split}; add some, or choose the other --split")
+    elif layout.labels or split == TEST:
+        raise UserError(
+            f"{root} has no folders train and test, nor a table with a column split, so both splits would "
+            f"hold the same {medium}s; make these two folders, or give {SOURCE_OPTION} test_share=0.2 to both "
+            "builds, which draws a test split"
+        )
     return Split(
         layout.files,
         layout.names,
         Names(layout.names[number] for number in chosen_N.tolist()),
         {name: LabelColumn(each.title, each.classes, each.label_N[chosen_N]) for name, each in layout.labels.items()},
         layout.kind,
-        drawn,
+        layout.drawn,
     )
 
 
-def records_of(
-    layout: Layout,
-    split: str,
-    content_of: Callable[[str], NDArray[Any]],
-    *,
-    test_share: float | None = None,
-    seed: int = 0,
-    digests: list[bytes],
-) -> tuple[NDArray[np.int64], str]:
-    """Return the numbers of the records of a split, sorted, and in words for the manifest how they were drawn.
+def draw_split(layout: Layout, *, test_share: float, seed: int) -> Layout:
+    """Return a layout with a test split of the share `test_share`, and in words for the manifest how it was drawn.
 
-    Nothing is drawn, and the words are empty, if `layout` says which records are in which split. Otherwise the share
-    `test_share` of the records is the test split, spread over the classes, or over the groups of equal labels. It is
-    drawn by `in_test_split` from `content_of`, the decoded content of each record, which threads read. Records that
-    cannot be read are in both splits, so that both builds name them. Without labels and without a share, all records
-    are for training. `digests` are those of the contents if another split was drawn before; else it is filled.
-
-    Raises `UserError` if `test_share` is missing or not needed, or if a split, or a class of a split, is empty.
+    The draw is spread over the classes, or over the groups of equal labels, by `in_test_split` from the bytes of each
+    file. Raises `UserError` if `layout` has splits, or if a split, or a class of a split, would be empty.
     """
-    root, medium = layout.files.root, layout.medium
+    files, medium = layout.files, layout.medium
     if layout.split_N is not None:
-        if test_share is not None:
-            raise UserError(f"{root} says which {medium} is in which split, so it takes no test_share; leave it out")
-        if split not in layout.split_N:
-            raise UserError(f"{root} has no {medium} in the split {split}; add some, or choose the other --split")
-        return np.flatnonzero(layout.split_N == split), ""
-    if test_share is None:
-        if split == TRAIN and not layout.labels:
-            return np.arange(len(layout.names)), ""
-        raise UserError(
-            f"{root} has no folders train and test, nor a table with a column split, so both splits would "
-            f"hold the same {medium}s; make these two folders, or give {SOURCE_OPTION} test_share=0.2 to both "
-            "builds, which draws a test split"
-        )
+        raise UserError(f"{files.root} says which {medium} is in which split, so it takes no test_share; leave it out")
     columns = [label.label_N for label in layout.labels.values()] or [np.zeros(len(layout.names), dtype=np.int64)]
     _, group_N = np.unique(np.stack(columns), axis=1, return_inverse=True)
 
     def digest(name: str) -> bytes:
         try:
-            return content_digest(content_of(name))
-        except UserError:  # the build of each split names it
-            return b""
+            return hashlib.sha256(files.read(name)).digest()
+        except (OSError, ValueError):  # the build names it when it reads it
+            return os.fsencode(name)
 
+    digests: list[bytes] = []
     with (
         ThreadPoolExecutor(num_cores()) as pool,
-        Progress(f"splitting {root.name} into train and test", total=len(layout.names)) as progress,
+        Progress(f"splitting {files.root.name} into train and test", total=len(layout.names)) as progress,
     ):
-        for start in range(len(digests), len(layout.names), _NUM_AT_ONCE):
-            some = layout.names[start : start + _NUM_AT_ONCE]
-            digests += pool.map(digest, some)
-            progress.advance(len(some))
-    is_read_N = np.array([bool(each) for each in digests])
-    in_test_N = np.zeros(len(digests), dtype=bool)
-    in_test_N[is_read_N] = in_test_split(
-        list(filter(None, digests)),
-        group_N.reshape(-1)[is_read_N],
-        test_share=test_share,
-        seed=seed,
-        carry_rounding=not layout.has_class_folders,
+        for start in range(0, len(layout.names), _NUM_AT_ONCE):
+            digests += pool.map(digest, layout.names[start : start + _NUM_AT_ONCE])
+            progress.advance(min(_NUM_AT_ONCE, len(layout.names) - start))
+    in_test_N = in_test_split(
+        digests, group_N.reshape(-1), test_share=test_share, seed=seed, carry_rounding=not layout.has_class_folders
     )
-    chosen = np.flatnonzero((in_test_N == (split == TEST)) | ~is_read_N)
-    if not len(chosen):
-        raise UserError(f"test_share={test_share} leaves no {medium}s of {root} for the {split} split; choose another")
-    for label in layout.labels.values() if layout.has_class_folders else ():
-        counts = np.bincount(label.label_N[chosen], minlength=len(label.classes))
+    for split, chosen_N in ((TEST, in_test_N), (TRAIN, ~in_test_N)):
+        counts, of_class = np.array([np.count_nonzero(chosen_N)]), ""
+        if layout.has_class_folders:
+            counts = np.bincount(layout.labels[BASE].label_N[chosen_N], minlength=len(layout.labels[BASE].classes))
+            of_class = f" of class {layout.labels[BASE].classes[int(counts.argmin())]}"
         if not counts.all():
             raise UserError(
-                f"test_share={test_share} leaves no {medium}s of class {label.classes[int(counts.argmin())]} of {root} "
-                f"for the {split} split; choose another share or add {medium}s"
+                f"test_share={test_share} leaves no {medium}s{of_class} of {files.root} for the {split} split; choose "
+                f"another share or add {medium}s"
             )
-    num = f"{np.count_nonzero(in_test_N)} of {np.count_nonzero(is_read_N)} {medium}s"
-    return chosen, f", test share {test_share} ({num}) by seed {seed} and rule {_SPLIT_RULE}"
+    num = f"{np.count_nonzero(in_test_N)} of {len(in_test_N)} {medium}s"
+    drawn = f", test share {test_share} ({num}) by seed {seed} and rule {_SPLIT_RULE}"
+    return replace(layout, split_N=np.where(in_test_N, TEST, TRAIN), drawn=drawn)
 
 
 def in_test_split(
     digests: Sequence[bytes], labels: NDArray[np.int64], *, test_share: float, seed: int, carry_rounding: bool
 ) -> NDArray[np.bool_]:
-    """Return whether each picture is in the test split, (N,) bool.
+    """Return whether each file is in the test split, (N,) bool.
 
-    Draws the share `test_share` of the distinct pictures of each class, rounded. With `carry_rounding`, each class
-    makes up for the rounding of the classes before it. Then the total is the rounded share of all distinct pictures,
-    and the number of each class differs from its share by less than one.
+    Draws the share `test_share` of the distinct files of each class, rounded. With `carry_rounding`, each class makes
+    up for the rounding of the classes before it. Then the total is the rounded share of all distinct files, and the
+    number of each class differs from its share by less than one.
 
-    The draw depends on the pictures and the seed alone, not on names or order. Copies of a picture are in the same
-    split; a picture in two classes counts for the first. A change of the draw needs another `_SPLIT_RULE`.
+    The draw depends on the digests and the seed alone, not on names or order. Copies of a file are in the same split; a
+    file in two classes counts for the first. A change of the draw needs another `_SPLIT_RULE`.
     """
     class_of: dict[bytes, int] = {}
     for digest, label in zip(digests, labels.tolist(), strict=True):

@@ -346,9 +346,9 @@ def test_all_bad_records_are_named_at_once_and_may_be_left_out(
     dataset: str, num_workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A build without them is that of the folder from which they were removed, to the byte."""
-    damaged = damaged_folder(tmp_path / "root")
+    damaged = damaged_folder(tmp_path / "root" / "train")
     online = {"overlay": "online"} if dataset == "folder_bits" else {}
-    arguments: dict[str, Any] = {"num_samples_per_shard": 2, "source_options": {"test_share": 0.25}, **online}
+    arguments: dict[str, Any] = {"num_samples_per_shard": 2, **online}
     bad = {**arguments, "root": tmp_path / "root", "num_workers": num_workers}
     with pytest.raises(UserError) as told:
         build_dataset(dataset, tmp_path / "out", skip_bad=2, **bad)
@@ -358,29 +358,27 @@ def test_all_bad_records_are_named_at_once_and_may_be_left_out(
     lines = (tmp_path / "out.bad.txt").read_text().splitlines()
     assert [line.partition(" cannot be read, because ")[0] for line in lines] == list(map(str, damaged))
     assert all(line in str(told.value) for line in lines)
-    built = {}
-    for split in ("train", "test"):
-        built[split] = build_dataset(dataset, tmp_path / split, split=split, skip_bad=3, **bad)
-        assert built[split].how_made.source.endswith(", without 3 records that cannot be read")
-        assert caplog.messages[-1].startswith("left out 3 records that cannot be used: ")
-    assert build_dataset(dataset, tmp_path / "train", skip_bad=3, **bad) == built["train"]
+    built = build_dataset(dataset, tmp_path / "out", skip_bad=3, **bad)
+    assert built.num_samples == 13
+    assert built.how_made.source.endswith(", without 3 records that cannot be read")
+    assert caplog.messages[-1].startswith("left out 3 records that cannot be used: ")
+    assert build_dataset(dataset, tmp_path / "out", skip_bad=3, **bad) == built
     with pytest.raises(UserError, match="3 records cannot be used"):
-        build_dataset(dataset, tmp_path / "train", **bad)
+        build_dataset(dataset, tmp_path / "out", **bad)
     for path in damaged:
         path.unlink()
-    for split in ("train", "test"):
-        whole = build_dataset(dataset, tmp_path / "whole" / split, split=split, root=tmp_path / "root", **arguments)
-        assert whole.how_made.source_sha256 == built[split].how_made.source_sha256
-        tars = {name: content for name, content in contents(tmp_path / split).items() if name.endswith(".tar")}
-        assert {name: contents(tmp_path / "whole" / split)[name] for name in tars} == tars
-        assert (whole.mean, whole.std, whole.overlay) == (built[split].mean, built[split].std, built[split].overlay)
+    whole = build_dataset(dataset, tmp_path / "whole", root=tmp_path / "root", **arguments)
+    assert whole.how_made.source_sha256 == built.how_made.source_sha256
+    assert (whole.mean, whole.std, whole.overlay) == (built.mean, built.std, built.overlay)
+    tars = {name: content for name, content in contents(tmp_path / "out").items() if name.endswith(".tar")}
+    assert {name: contents(tmp_path / "whole")[name] for name in tars} == tars
     with pytest.raises(UserError, match=r"was built with source .*, without 3 records"):
-        build_dataset(dataset, tmp_path / "train", skip_bad=3, **bad)
+        build_dataset(dataset, tmp_path / "out", skip_bad=3, **bad)
 
 
 def test_others_take_the_places_of_bad_records_within_the_limit(tmp_path: Path) -> None:
-    damaged_folder(tmp_path / "root")
-    arguments: dict[str, Any] = {"root": tmp_path / "root", "source_options": {"test_share": 0.25}, "skip_bad": 3}
+    damaged_folder(tmp_path / "root" / "train")
+    arguments: dict[str, Any] = {"root": tmp_path / "root", "skip_bad": 3}
     assert build_dataset("folder", tmp_path / "out", limit=8, **arguments).num_samples == 8
     for path in (tmp_path / "root").rglob("*.png"):
         path.write_bytes(b"")
