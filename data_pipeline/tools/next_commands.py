@@ -145,5 +145,5 @@ def _train(medium: Medium, train: str, test: str, num_samples: int, census: Cens
         settings += [f"encoder.in_channels={num_channels}", *(f"views.{name}_probability=0" for name in _OF_COLOURS)]
     if num_samples < _BATCH:
         settings.append(f"global_batch_size={max(2, (1 << num_samples.bit_length()) // 2)}")
-    words = ["python", "-m", "launch.train", "--config", _RECIPES[medium]]
+    words = ["python", "launch/train.py", "--config", _RECIPES[medium]]
     return words + [word for setting in settings for word in ("--set", setting)]

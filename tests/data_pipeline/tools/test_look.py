@@ -39,9 +39,9 @@ class Looker:
             assert words[:3] == ["python", "-m", "data_pipeline"]
             done = self.call(*words[3:], "--workers", "1")
             assert done.status == 0, done.stderr
-        assert train[:4] == ["python", "-m", "launch.train", "--config"]
-        settings = train[6::2]
-        config = resolve_recipe(train[4], settings)
+        assert train[:3] == ["python", "launch/train.py", "--config"]
+        settings = train[5::2]
+        config = resolve_recipe(train[3], settings)
         return settings, {"train": Path(config.data.train_dir or ""), "test": Path(config.data.test_dir)}
 
 
