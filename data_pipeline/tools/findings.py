@@ -35,6 +35,7 @@ _OF_FILES: Final = {
     "other name": ("named as another format", "nothing: they are read by their content"),
     "archive": ("an archive, so its files are not read", "unpack it beside the others, or look at it alone"),
     "no ending": ("without the ending of a picture or a sound, so not read", "rename them"),
+    "turned": ("turned by their EXIF data", "nothing: they are read upright"),
     "tiny": (f"less than {MIN_PIXELS} pixels on a side", "remove them if they are thumbnails"),
     "constant": ("of one colour alone", "remove them if they are placeholders"),
     "silent": ("silent", "remove them if their recording failed"),

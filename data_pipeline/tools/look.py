@@ -199,18 +199,17 @@ def _wrapped(words: Sequence[str]) -> str:
 
 def _as_json(place: Place) -> dict[str, Any]:
     """Return what was found at a path, for programs, with the names of all files that a problem is about."""
-    census, layout = place.census, place.layout
-    return {
+    facts = {name: fact for name, fact in vars(place.census).items() if name != "digest_N"}
+    found = {
         "path": place.path,
-        "kind": None if layout is None else layout.kind,
-        "num_files": 0 if place.files is None else len(place.files.names),
-        "num_bytes": census.num_bytes,
-        "num_decoded": census.num_decoded,
-        **{name: getattr(census, name).most_common() for name in ("kinds", "sizes", "rates", "channels")},
-        "splits": None if layout is None or layout.split_N is None else Counter(layout.split_N.tolist()),
-        "labels": {} if layout is None else {n: _counts(c, place.is_good) for n, c in layout.labels.items()},
+        **{name: fact.most_common() if isinstance(fact, Counter) else fact for name, fact in facts.items()},
         "problems": [asdict(problem) for problem in place.problems],
     }
+    if (layout := place.layout) is not None:
+        found["kind"] = layout.kind
+        found["splits"] = None if layout.split_N is None else Counter(layout.split_N.tolist())
+        found["labels"] = {name: _counts(label, place.is_good) for name, label in layout.labels.items()}
+    return found
 
 
 def run(args: argparse.Namespace) -> None:

@@ -104,8 +104,8 @@ def _of_files(place: Place, root: Path, layout: Layout) -> list[list[str]]:
     build = [*_DATA, "build", _DATASETS[layout.medium], "--root", str(root)]
     build += [word for option, value in options.items() for word in (SOURCE_OPTION, f"{option}={value}")]
     out = f"data/{root.absolute().name.split('.')[0] or 'mine'}"
-    builds = [[*build, *_skipped(place), "--split", split, "--out", f"{out}/{split}"] for split in (TRAIN, TEST)]
-    return [*builds, _train(layout.medium, f"{out}/{TRAIN}", f"{out}/{TEST}", num_train, place.census)]
+    build += [*_skipped(place), "--split", "both", "--out", out]
+    return [build, _train(layout.medium, f"{out}/{TRAIN}", f"{out}/{TEST}", num_train, place.census)]
 
 
 def _skipped(place: Place) -> list[str]:
