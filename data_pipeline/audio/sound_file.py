@@ -29,6 +29,7 @@ LEAST_SECONDS: Final = 0.1  # of a sound that is not remarked as short
 SILENT: Final = "is silent"  # a remark
 _MORE_THAN_16_BITS: Final = frozenset({"PCM_24", "PCM_32", "FLOAT", "DOUBLE"})
 _TAGS_WITH_LENGTH: Final = (b"Xing\0\0\0", b"Info\0\0\0")  # of an MP3; without one, its length is an estimate
+_CLIPPED: Final = "goes beyond full scale and is clipped"
 _LARGEST_DENOMINATOR: Final = 1_000  # of a ratio of two rates; the filters of a larger one would fill the memory
 
 
@@ -99,6 +100,8 @@ def read_sound(data: bytes, *, sample_rate: int | None = None) -> Recording:
         ratio = Fraction(sample_rate, facts.sample_rate).limit_denominator(_LARGEST_DENOMINATOR)
         points_X = signal.resample_poly(points_X, *ratio.as_integer_ratio(), window=_low_pass(ratio))
         remarks.append(f"has {facts.sample_rate} points a second and is resampled to {sample_rate}")
+        if np.abs(points_X).max() > 1 and _CLIPPED not in remarks:
+            remarks.append(_CLIPPED)
     return Recording(_in_16_bits(points_X), sample_rate or facts.sample_rate, tuple(remarks))
 
 
@@ -125,12 +128,14 @@ def _decoded(file: IO[bytes]) -> tuple[SoundFacts, NDArray[np.float64]]:
     data = file.read() if facts.format == "MP3" else b""
     if not data or any(tag in data for tag in _TAGS_WITH_LENGTH):
         _check_length(len(points_XC), facts)
+    if not len(points_XC):
+        raise ValueError("it holds no sound")
     points_X = points_XC[:, 0] if facts.num_channels == 1 else points_XC.mean(axis=1)
     if not np.isfinite(points_X).all():
         raise ValueError("it holds points that are no finite numbers")
     remarks = list(facts.remarks)
-    if np.abs(points_XC).max() > 1:
-        remarks.append("goes beyond full scale and is clipped")
+    if np.abs(points_X).max() > 1:
+        remarks.append(_CLIPPED)
     if not np.ptp(_in_16_bits(points_X)):
         remarks.append(SILENT)
     return replace(facts, num_points=len(points_X), remarks=tuple(remarks)), points_X

@@ -147,6 +147,15 @@ def test_odd_sounds_are_remarked(data: bytes, remark: str) -> None:
     assert np.abs(read_sound(data).points.astype(int)).max() <= 32_768
 
 
+def test_what_is_clipped_is_what_is_stored() -> None:
+    square = np.where(np.arange(4_000) % 100 < 50, 0.999, -0.999)
+    beyond = [
+        read_sound(encoded("WAV", "FLOAT", points), sample_rate=rate).remarks
+        for points, rate in ((square, RATE), (square, 11_025), (np.stack([1.5 * square, -square], axis=1), RATE))
+    ]
+    assert ["goes beyond full scale and is clipped" in remarks for remarks in beyond] == [False, True, False]
+
+
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
