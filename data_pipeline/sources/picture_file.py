@@ -68,15 +68,25 @@ def read_pixels(
 ) -> NDArray[np.uint8]:
     """Return the pixels of an upright picture, (H, W, C) uint8; with `image_size`, its middle square in that size.
 
-    The square is that of torchvision's `Resize` and `CenterCrop`. C is 3, or of a `.npy` as in the file. Raises
-    `ValueError` with the reason if the file cannot be read.
+    The square is that of torchvision's `Resize` and `CenterCrop`, of a large JPEG to three levels. C is 3, or of a
+    `.npy` as in the file. Raises `ValueError` with the reason if the file cannot be read.
     """
     with opened(file) as picture:
         if isinstance(picture, np.ndarray):
             planes = [Image.fromarray(plane_HW) for plane_HW in np.moveaxis(to_8_bits(picture, value_range), -1, 0)]
             return np.stack([np.asarray(_middle(plane, image_size)) for plane in planes], axis=-1)
+        if image_size is not None and picture.format in JPEG_FORMATS:
+            _scale_down(picture, 2 * image_size)
         upright = turned(decode_rgb(picture, value_range), exif_orientation(picture))
         return np.asarray(_middle(upright, image_size))
+
+
+def _scale_down(picture: ImageFile.ImageFile, size: int) -> None:
+    """Decode a JPEG at 1/8, 1/4 or 1/2, in a quarter of the time, if that keeps its shape and `size` pixels a side."""
+    for scale in (8, 4, 2):
+        if picture.width % scale == picture.height % scale == 0 and min(picture.size) >= scale * size:
+            picture.draft(None, (picture.width // scale, picture.height // scale))
+            return
 
 
 def _middle(picture: Image.Image, image_size: int | None) -> Image.Image:

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pillow_heif
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile
 from sklearn.datasets import load_sample_image
+from torchvision.transforms import v2
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.random_crop import Crop
@@ -135,6 +136,31 @@ def test_a_heic_picture_is_read_by_its_extra(monkeypatch: pytest.MonkeyPatch) ->
     np.testing.assert_array_equal(pixels, np.asarray(pillow_heif.read_heif(file)))
     (crop,) = decode_crops(memoryview(file.getvalue()), [Crop(0, 0, 32, 32)], size=32)
     np.testing.assert_array_equal(crop.permute(1, 2, 0), pixels[:32, :32])
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+@pytest.mark.parametrize(
+    ("size", "image_size", "scale"), [((1600, 1200), 32, 8), ((1600, 1200), 224, 2), ((999, 777), 32, 1)]
+)
+def test_a_large_jpeg_is_decoded_small_with_the_same_middle_square(
+    size: tuple[int, int], image_size: int, scale: int, orientation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = encoded(PHOTO.resize(size, Image.Resampling.LANCZOS), "JPEG", quality=95, exif=exif)
+    peer = v2.Compose([v2.Resize(image_size), v2.CenterCrop(image_size)])
+    expected = np.asarray(peer(Image.fromarray(pillow_pixels(file)))).astype(int)
+    decoded, load = [], ImageFile.ImageFile.load
+
+    def recorded(picture: ImageFile.ImageFile) -> Any:
+        decoded.append(picture.size)
+        return load(picture)
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", recorded)
+    difference = np.abs(read_pixels(file, image_size=image_size) - expected)
+    assert decoded[0] == (size[0] // scale, size[1] // scale)
+    assert difference.max() <= 3 * (scale > 1)
+    assert difference.mean() < 0.5
 
 
 def of_12_bits(values_HW: np.ndarray) -> bytes:
