@@ -19,8 +19,7 @@ from data_pipeline.loading.decode import DecodedSamples
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from tests.trainer.test_on_a_gpu import CUDA, Waits, on_the_gpu, tensors_without_data
 from trainer.modules import build_modules
-from trainer.probed_runs import readout
-from trainer.probes import features, linear
+from trainer.probes import features, fitting, linear
 from trainer.probes.features import Pictures, extract, read_pictures
 from trainer.probes.fitting import fit
 from trainer.probes.knn import knn_classes
@@ -60,7 +59,7 @@ def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(features, "copy", SimpleNamespace(deepcopy=MovedInPlace))
     monkeypatch.setattr(Target, "is_in_all", True)  # it is counted, and there is nothing to count
     monkeypatch.setattr(
-        readout, "neighbors_of", lambda targets, most: dict.fromkeys(targets, most // 25)
+        fitting, "neighbors_of", lambda targets, most: dict.fromkeys(targets, most // 25)
     )  # counted, too
 
 
