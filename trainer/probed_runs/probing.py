@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 
 from data_pipeline.core.errors import UserError, printable
+from data_pipeline.storage.manifest import FileEntry
 from trainer.config import RunConfig, read_run_config
 from trainer.config_changes import edited_config
 from trainer.data import DataConfig, Manifests, read_agreed_manifests, read_manifests
@@ -140,13 +141,6 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
         if rank() == 0 and is_own:
             warn_of_other_data(modules, "train", train.manifest)
             warn_of_other_data(modules, "test", test.manifest)
-        scored = ScoredEncoder(
-            name=config.name,
-            seed=config.seed,
-            train_dir=data.probed_dir,
-            test_dir=data.test_dir,
-            origin=origin_of_numbers(),
-        )
         readout = probe(
             modules,
             train=train,
@@ -155,7 +149,7 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
             config=probe_config,
             num_shared=num_shared,
             run=identity,
-            scored=None if is_own else scored,
+            scored=None if is_own else scored_on(data, config.name, seed=config.seed),
         )
         write_results(place / step_name(modules.step), readout, suffix=options.suffix(config.probe))
     if rank() == 0 and is_own and not options.suffix(config.probe):
@@ -207,6 +201,18 @@ def results_on(run_dir: RunDir, config: RunConfig, options: ProbeOptions, manife
     if options.data(config.data) == config.data or of_run == data:
         return run_dir.all_probes
     return run_dir.all_probes / f"data_{short_hash(data)}"
+
+
+def scored_on(data: DataConfig, name: str, *, seed: int = 0, file: Path | None = None) -> ScoredEncoder:
+    """Return the record of an encoder that this process scores on some datasets; `file` holds it."""
+    return ScoredEncoder(
+        name=name,
+        seed=seed,
+        train_dir=data.probed_dir,
+        test_dir=data.test_dir,
+        origin=origin_of_numbers(),
+        sha256=None if file is None else FileEntry.of(file).sha256,
+    )
 
 
 def short_hash(data: tuple[str, str]) -> str:

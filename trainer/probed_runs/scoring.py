@@ -16,15 +16,12 @@ from torch import Tensor, nn
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.imports import PYTHON_SUFFIX, find_in_working_directory, import_file, import_object
-from data_pipeline.storage.manifest import FileEntry
 from trainer.data import DataConfig, read_agreed_manifests
 from trainer.pretrained import load_encoder, open_network
-from trainer.probed_runs.probing import check_labels, read_data, short_hash, write_results
+from trainer.probed_runs.probing import check_labels, read_data, scored_on, short_hash, write_results
 from trainer.probed_runs.readout import read_out
 from trainer.probes.any_encoder import WITHOUT_VIEWS, AnyEncoder, check_without_views
 from trainer.probes.features import frozen
-from trainer.probes.result import ScoredEncoder
-from trainer.provenance import origin_of_numbers
 
 AnyNetwork: TypeAlias = nn.Module | Callable[[Tensor], Tensor]
 _OF_LIBRARY = ("timm:", "torchvision:")
@@ -77,14 +74,7 @@ def score(
     reader = AnyEncoder(encoder.to(device) if isinstance(encoder, nn.Module) else encoder)
     _try(reader, text, train.images_NCHW.shape[1:])
     file = Path(text.rpartition(":")[0] if _OBJECT.fullmatch(text) else text)
-    scored = ScoredEncoder(
-        name=text,
-        seed=0,
-        train_dir=data.probed_dir,
-        test_dir=data.test_dir,
-        origin=origin_of_numbers(),
-        sha256=FileEntry.of(file).sha256 if file.is_file() else None,
-    )
+    scored = scored_on(data, text, file=file if file.is_file() else None)
     facts = {"num_shared": num_shared, "run": text, "scored": scored}
     readout = read_out(reader, _without_views, train, test, config, device, step=1, facts=facts)
     name = re.sub(r"[^\w.]+", "-", file.name if file.is_file() else text).strip("-.")

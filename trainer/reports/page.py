@@ -21,13 +21,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from data_pipeline.core.schema import flatten
-from trainer.probes.result import ProbeResult
 from trainer.provenance import facts_of_starts
 from trainer.reports.charts import color_of, curves, sweep_charts
 from trainer.reports.comparison import Comparison, Encoder, Score, compare
 from trainer.reports.paired import Estimate
-from trainer.reports.runs import Picture, Run
-from trainer.reports.table import NOTHING_SCORED, Measurement, encoder_names
+from trainer.reports.runs import Picture, Run, Scored
+from trainer.reports.table import Measurement, encoder_names
 
 CODE = frozenset({"directory", "command", "commit", "train manifest", "test manifest"})
 _STYLE = Path(__file__).with_name("report.css")
@@ -48,7 +47,7 @@ def page(
     runs: Sequence[Run],
     rows: Sequence[Measurement],
     problems: Sequence[str] = (),
-    scored: Mapping[Path, Sequence[ProbeResult]] = NOTHING_SCORED,
+    scored: Scored | None = None,
 ) -> str:
     """Return the page of runs and scored encoders, and of their rows of the table.
 
@@ -77,7 +76,7 @@ def page(
             loss_notes=list(dict.fromkeys(note for note in notes if note is not None)),
             analyses=_analyses(pictures),
             differences=differences(runs),
-            provenance=provenance(runs) + _provenance_of_scored(scored),
+            provenance=provenance(runs) + _provenance_of_scored(scored or {}),
             code=CODE,
         )
     )
@@ -246,9 +245,7 @@ def provenance(runs: Sequence[Run]) -> list[tuple[list[str], list[list[str | Non
     return [(["", "all runs"], shared), (["", *differing], own)]
 
 
-def _provenance_of_scored(
-    scored: Mapping[Path, Sequence[ProbeResult]],
-) -> list[tuple[list[str], list[list[str | None]]]]:
+def _provenance_of_scored(scored: Scored) -> list[tuple[list[str], list[list[str | None]]]]:
     records = {path: results[0].scored for path, results in scored.items()}
     rows: list[list[str | None]] = [
         [one.name, str(path), one.origin.get("command"), _commit(one.origin), one.origin.get("started_at"), one.sha256]

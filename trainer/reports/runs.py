@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from data_pipeline.core.errors import UserError
 from trainer.analyses.views import ViewsResult
@@ -21,6 +21,9 @@ from trainer.reports.config_identity import run_identity
 from trainer.run_dir import RunDir, open_run, read_object
 
 logger = logging.getLogger(__name__)
+
+Scored: TypeAlias = Mapping[Path, Sequence[ProbeResult]]
+"""The results of encoders that are not those of runs on their own data, by directory."""
 
 LOGGED = ("train/loss", "train/viewmaker_loss", "perf/samples_per_second", "perf/data_wait_fraction")
 _LEFT_OUT = {"data/bad_samples": "bad samples", "train/skipped_steps": "steps"}
@@ -88,7 +91,7 @@ def name_of_data(train_dir: str) -> str:
     return parts[-2] if len(parts) > 1 and parts[-1] == "train" else parts[-1]
 
 
-def read_scored(paths: Sequence[Path]) -> dict[Path, tuple[ProbeResult, ...]]:
+def read_scored(paths: Sequence[Path]) -> Scored:
     """Return the results of encoders that are not those of runs on their own data, by directory.
 
     A path is that of such a directory, or of a run, which has one for each other data and step.

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 from data_pipeline.core.errors import UserError
@@ -27,13 +26,12 @@ from trainer.probes.result import ProbeResult, unpack_right
 from trainer.provenance import RECORDED_NUM_SAMPLES, RECORDED_NUM_TEST_SAMPLES
 from trainer.reports.config_identity import config_identity, identity_settings
 from trainer.reports.paired import Reading
-from trainer.reports.runs import Run, name_of_data, protocol_of
+from trainer.reports.runs import Run, Scored, name_of_data, protocol_of
 
 logger = logging.getLogger(__name__)
 
 FEATURES, PIXELS = "features", "pixels"
 ACCURACY, R2 = "accuracy", "R2"
-NOTHING_SCORED: Final[Mapping[Path, Sequence[ProbeResult]]] = MappingProxyType({})
 _ROUNDING: Final = 1e-5  # of a share in a file
 _FACTOR: Final = "factor."  # begins the name of a column with a factor
 _PLAIN: Final = {"num_epochs", "views", "batch_norm"}  # settings that the description of a protocol always gives
@@ -130,11 +128,11 @@ def without_copies(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     return counted, problems
 
 
-def measure(runs: Sequence[Run], scored: Mapping[Path, Sequence[ProbeResult]] = NOTHING_SCORED) -> list[Measurement]:
+def measure(runs: Sequence[Run], scored: Scored | None = None) -> list[Measurement]:
     """Return the rows of all runs that have probe results or online probes, and of the `scored` encoders."""
     names, factors = encoder_names(runs), _factors(runs)
     rows = [row for run in runs for row in _rows(run, names[run.name], factors[run.name])]
-    return rows + [row for path, results in scored.items() for row in _rows_of_scored(path, results)]
+    return rows + [row for path, results in (scored or {}).items() for row in _rows_of_scored(path, results)]
 
 
 def encoder_names(runs: Sequence[Run]) -> dict[str, str]:
