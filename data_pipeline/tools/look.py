@@ -12,7 +12,7 @@ import shlex
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path, PurePath
 from typing import Any, Final
@@ -22,6 +22,9 @@ from numpy.typing import NDArray
 
 from data_pipeline.building.index_tars import describe_manifest
 from data_pipeline.core.errors import UserError, printable
+from data_pipeline.core.label_words import normal
+from data_pipeline.core.options import SOURCE_OPTION
+from data_pipeline.core.sample import BASE
 from data_pipeline.remote.fetch import RemoteConfig, RemoteFile, fetch
 from data_pipeline.sources import LabelColumn
 from data_pipeline.sources.examine import medium_of
@@ -33,7 +36,7 @@ from data_pipeline.storage.locations import MANIFEST_NAME, dataset_directory, is
 from data_pipeline.storage.manifest import LabelEntry, load_manifest
 from data_pipeline.tools.census import NUM_DECODED_BYTES, take_census
 from data_pipeline.tools.findings import Place, Problem, add_equal_files, add_problems
-from data_pipeline.tools.next_commands import TEST_SHARE, commands, index_options
+from data_pipeline.tools.next_commands import commands, index_options
 
 _NUM_NAMED: Final = 3  # examples of a problem
 _NUM_FETCHED: Final = 3  # tars of a remote location
@@ -114,11 +117,11 @@ def _rows(place: Place, files: Files) -> Iterator[tuple[str, str]]:
         if kinds:
             yield f"{medium}s", ", ".join(f"{num:,} {form} {_coding(mode)}" for (form, mode), num in kinds)
     if sizes := census.sizes:
-        limits = dict.fromkeys(pick(sizes, key=lambda size: size[0] * size[1]) for pick in (min, max))
-        yield "size", " to ".join(f"{width:,} x {height:,}" for width, height in limits) + " pixels"
+        limits = (pick(sizes, key=lambda size: size[0] * size[1]) for pick in (min, max))
+        yield "size", _from_to(f"{width:,} x {height:,}" for width, height in limits) + " pixels"
     if census.rates:
         yield "rate", _counted(census.rates, "{:,} points a second")
-        yield "length", f"{min(census.tenths) / 10:g} to {max(census.tenths) / 10:g} s"
+        yield "length", _from_to(f"{pick(census.tenths) / 10:g}" for pick in (min, max)) + " s"
     if census.channels:
         yield "channels", _counted(census.channels, "{}")
     for mode, (low, high) in census.limits.items():
@@ -130,6 +133,9 @@ def _rows(place: Place, files: Files) -> Iterator[tuple[str, str]]:
         yield "splits", _splits(layout)
         for name, label in layout.labels.items():
             yield f"label {name}", _label(_counts(label, place.is_good))
+        parents = {normal(name.split("/")[-2]) for name in layout.names} if layout.has_class_folders else set[str]()
+        if parents - set(layout.labels[BASE].classes if parents else ()):
+            yield "or label", f"{SOURCE_OPTION} class_from=path:-1: {len(parents):,} folders that hold the files"
         if not layout.labels:
             yield "labels", "no labels: training needs none, probes need one"
     num_examined = sum(num for (medium, _, _), num in census.kinds.items() if medium is not None)
@@ -137,6 +143,11 @@ def _rows(place: Place, files: Files) -> Iterator[tuple[str, str]]:
         yield "decoded", f"{census.num_decoded:,} of {num_examined:,}, spread evenly; --decode all decodes each"
     elif num_examined:
         yield "decoded", "all of them"
+
+
+def _from_to(words: Iterable[str]) -> str:
+    """Return "least to most", or one word if both are the same."""
+    return " to ".join(dict.fromkeys(words))
 
 
 def _coding(mode: str) -> str:
@@ -152,7 +163,7 @@ def _counted(counts: Counter[Any], form: str) -> str:
 
 def _splits(layout: Layout) -> str:
     if layout.split_N is None:
-        return f"none, so the commands draw {TEST_SHARE:.0%} for tests"
+        return "none; test_share draws a test split"
     return ", ".join(
         f"{split} {num:,}" for split, num in sorted(Counter(layout.split_N.tolist()).items(), reverse=True)
     )
@@ -170,7 +181,7 @@ def _label(counts: Counter[str]) -> str:
     without = f"; {num_without:,} have none" if num_without else ""
     if LabelEntry.model_construct(title="", classes=words, counts=nums).is_number:
         return f"a number, {words[0]} to {words[-1]}{without}"
-    each = " to ".join(f"{num:,}" for num in dict.fromkeys((min(nums), max(nums))))
+    each = _from_to(f"{pick(nums):,}" for pick in (min, max))
     more = ", ..." if len(words) > _NUM_CLASSES else ""
     return f"{len(words):,} classes of {each}: {', '.join(words[:_NUM_CLASSES])}{more}{without}"
 

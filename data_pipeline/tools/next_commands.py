@@ -61,16 +61,15 @@ def _of_tars(tars: Sequence[tuple[str, Place]]) -> list[list[str]]:
         name = re.sub(r"[^A-Za-z0-9]+", "-", location.rpartition("/")[2].removesuffix(".tar")).strip("-")
         directories.append(f"data/{name}" if is_remote(location) else location)
         words = [*_DATA, "index", location, *(("--out", directories[-1]) if is_remote(location) else ())]
-        words += ["--classes-of", directories[0]] if found else _settings(place, place.tars[location])
+        if found:
+            words += ["--classes-of", directories[0]]
+        else:
+            words += ["--size", str(_image_size(place.census.sizes)), *place.tars[location]]
+            words += [f"--value-range={value}" for value in _value_range(place.census.limits).values()]
         found.append(words + _skipped(place))
     if len(tars) > 1:
         found.append(_train("picture", directories[0], directories[1], len(tars[0][1].is_good), tars[0][1].census))
     return found
-
-
-def _settings(place: Place, options: Sequence[str]) -> list[str]:
-    ranges = (f"--value-range={value}" for value in _value_range(place.census.limits).values())
-    return ["--size", str(_image_size(place.census.sizes)), *options, *ranges]
 
 
 def index_options(location: str, *, num_workers: int) -> list[str]:

@@ -176,7 +176,7 @@ def tiny_imagenet(root: Path) -> None:
     write(root, {f"test/images/test_{i}.JPEG": encoded(200 + i) for i in range(3)})
 
 
-@accepted(10)
+@accepted(10, said=("class_from=path:-1",))
 def nested_class_folders(root: Path) -> None:
     write(root, animals("{c}/2021/0{i}/x.jpg"))
 
