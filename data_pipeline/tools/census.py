@@ -37,7 +37,7 @@ class Census:
         kinds: how many that can be used are of each medium, format and mode.
         sizes: how many pictures have each width and height.
         rates: how many sounds have so many points a second.
-        channels: how many sounds, or pictures in a `.npy`, have so many channels.
+        channels: how many sounds, and how many pictures in a `.npy`, have so many channels.
         tenths: how many sounds last so many tenths of a second.
         num_bytes: the size of all files together.
         num_decoded: how many that can be used were decoded.
@@ -50,7 +50,7 @@ class Census:
     kinds: Counter[tuple[Medium | None, str, str]] = field(default_factory=Counter)
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
     rates: Counter[int] = field(default_factory=Counter)
-    channels: Counter[int] = field(default_factory=Counter)
+    channels: Counter[tuple[Medium | None, int]] = field(default_factory=Counter)
     tenths: Counter[int] = field(default_factory=Counter)
     num_bytes: int = 0
     num_decoded: int = 0
@@ -77,7 +77,7 @@ class Census:
         if found.size is not None:
             self.sizes[found.size] += 1
         if found.channels is not None:
-            self.channels[found.channels] += 1
+            self.channels[found.medium, found.channels] += 1
         if found.limits is not None:
             low, high = self.limits.get(found.mode, found.limits)
             self.limits[found.mode] = min(low, found.limits[0]), max(high, found.limits[1])

@@ -109,6 +109,14 @@ def add_problems(place: Place, layout: Layout) -> None:
     if layout.split_N is not None and len(splits := set(layout.split_N.tolist())) == 1:
         mend = "name that folder itself, or one that holds both"
         problems.append(Problem(f"there is a {splits.pop()} split alone", mend, stops=True))
+    if layout.split_N is None:
+        least = np.count_nonzero(is_good) - 1
+        if layout.has_class_folders:
+            (label,) = layout.labels.values()
+            least = np.bincount(label.label_N[is_good], minlength=len(label.classes)).min()
+        if least < 2:
+            what = f"too few {layout.medium}s, of all or of a class, to draw a test split"
+            problems.append(Problem(what, "add some, or make folders train and test", stops=True))
     for name, label in layout.labels.items():
         numbers = Counter(map(str.casefold, label.classes))
         if twice := [word for word in label.classes if numbers[word.casefold()] > 1]:

@@ -123,7 +123,7 @@ def _rows(place: Place, files: Files) -> Iterator[tuple[str, str]]:
         yield "rate", _counted(census.rates, "{:,} points a second")
         yield "length", _from_to(f"{pick(census.tenths) / 10:g}" for pick in (min, max)) + " s"
     if census.channels:
-        yield "channels", _counted(census.channels, "{}")
+        yield "channels", _counted(census.channels, "{0[1]}")
     for mode, (low, high) in census.limits.items():
         yield "values", f"{low:,.6g} to {high:,.6g} ({mode})"
     if census.mediums[None]:

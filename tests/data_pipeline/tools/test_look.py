@@ -177,6 +177,22 @@ def test_a_split_alone_is_refused_with_the_mend(look: Looker) -> None:
     assert look("photos/test").status == 0
 
 
+@pytest.mark.parametrize("files", [animals("{c}/{i}.jpg", num=1), {"1.jpg": encoded(1), "2.jpg": encoded(2)}])
+def test_too_few_files_for_a_test_split_are_refused_with_the_mend(files: dict[str, bytes], look: Looker) -> None:
+    write(look.directory, files)
+    done = look(".")
+    assert done.status == 1
+    assert "to draw a test split" in done.stdout
+    assert "build" not in done.stdout
+
+
+def test_sounds_among_pictures_change_no_setting_of_pictures(look: Looker) -> None:
+    write(look.directory, animals("{c}/{i}.jpg") | {"cat/s.wav": sound(3)})
+    done = look(".")
+    assert "encoder.in_channels" not in done.stdout
+    assert "ignored files that are no picture (1)" in done.stdout
+
+
 def test_what_is_left_out_is_said(look: Looker) -> None:
     write(look.directory, animals("{c}/{i}.jpg") | {"more.zip": b"PK\x03\x04", "notes.txt": b"x", "noname": encoded(9)})
     (look.directory / "cat" / "broken.jpg").symlink_to("nowhere")
