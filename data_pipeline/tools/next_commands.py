@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, get_args
@@ -25,7 +24,7 @@ from data_pipeline.tools.findings import Place
 
 TEST_SHARE: Final = 0.2
 _DATA: Final = ("python", "-m", "data_pipeline")
-_SIZES: Final = (32, 64)  # pixels, to which pictures are brought: a CPU can train on them
+_SIZE: Final = 32  # pixels, to which pictures are brought: a CPU trains on them in minutes
 _RGB: Final = 3  # channels
 _OF_COLOURS: Final = ("jitter", "grayscale")  # what views of other channels leave out
 _MOST_BITS: Final = 14  # of 16, below which pictures would be nearly black
@@ -64,7 +63,7 @@ def _of_tars(tars: Sequence[tuple[str, Place]]) -> list[list[str]]:
         if found:
             words += ["--classes-of", directories[0]]
         else:
-            words += ["--size", str(_image_size(place.census.sizes)), *place.tars[location]]
+            words += ["--size", str(_SIZE), *place.tars[location]]
             words += [f"--value-range={value}" for value in _value_range(place.census.limits).values()]
         found.append(words + _skipped(place))
     if len(tars) > 1:
@@ -93,7 +92,7 @@ def _of_files(place: Place, root: Path, layout: Layout) -> list[list[str]]:
     is_good, num_train = place.is_good, int((1 - TEST_SHARE) * np.count_nonzero(place.is_good))
     options: dict[str, object] = {}
     if layout.medium == "picture":
-        options = {"image_size": _image_size(place.census.sizes), **_value_range(place.census.limits)}
+        options = {"image_size": _SIZE, **_value_range(place.census.limits)}
     if place.labels is not None:
         options["labels"] = place.labels
     if layout.split_N is None:
@@ -117,12 +116,6 @@ def _test_share(place: Place, layout: Layout) -> float:
         return TEST_SHARE
     (label,) = layout.labels.values()
     return TEST_SHARE if np.bincount(label.label_N[place.is_good]).min() > 2 else 0.5
-
-
-def _image_size(sizes: Counter[tuple[int, int]]) -> int:
-    """Return the size for a CPU that at least half of the pictures have on their shorter side."""
-    middle = np.median([min(size) for size in sizes.elements()])
-    return max([size for size in _SIZES if size <= middle], default=_SIZES[0])
 
 
 def _value_range(limits: Mapping[str, tuple[float, float]]) -> dict[str, object]:
