@@ -226,16 +226,13 @@ def table(results: Mapping[LabelSpace, ProbeResult]) -> str:
     width = max([18, *(len(f"label_{space}, R² ") for space in results)])
     lines = [f"{'test accuracy, %':{width}}{'linear':>8}{'kNN':>8}{'k':>6}{'majority':>10}{'chance':>8}"]
     for space, result in results.items():
-        name = f"label_{space}" if result.number is None else f"label_{space}, R²"
+        name = f"label_{space}" if result.penalty is None else f"label_{space}, R²"
         lines.append(
             f"{name:{width}}{100 * result.linear.accuracy:8.1f}{100 * result.knn.accuracy:8.1f}"
             f"{result.knn.num_neighbors:6}{100 * result.majority_share:10.1f}{100 * result.chance:8.1f}"
         )
-        if result.number is not None:
-            ends = (
-                f"{name} {100 * low:.1f} to {100 * high:.1f}" for name, (low, high) in result.number.intervals.items()
-            )
-            lines.append(f"  95 % interval: {', '.join(ends)}; ridge penalty {result.number.penalty:.2g}")
+        if result.penalty is not None:
+            lines.append(f"  ridge penalty {result.penalty:.2g}")
         for groups in result.groups:
             if (worst := groups.worst("linear")) is not None:
                 which = f"{groups.name(worst, class_names)}, {worst.num_test} samples"

@@ -21,7 +21,7 @@ from trainer.probes.heads import Heads
 from trainer.probes.knn import TEMPERATURE, KNNResult
 from trainer.probes.linear import ProbeConfig, Target, num_labelled
 from trainer.probes.numbers import r2, sample_scores
-from trainer.probes.result import ProbeResult, ScoredEncoder, pack_right, pack_scores
+from trainer.probes.result import ProbeResult, ScoredEncoder, pack_right
 from trainer.probes.targets import label_targets, readable_labels
 
 
@@ -146,15 +146,17 @@ def describe(
         for pair in pairs
         if space in pair
     )
-    if fitted.number is None:
-        right = {name: pack_right(class_N, target.test_N) for name, class_N in fitted.predicted.items()}
-    else:
-        number_M = target.labelled_numbers[1]
-        right = {name: pack_scores(sample_scores(each_M, number_M)) for name, each_M in fitted.predicted.items()}
+    right = {}
+    for name, predicted in fitted.predicted.items():
+        if fitted.penalty is None:
+            test_N = target.test_N.to(predicted.device)
+            right[name] = pack_right((predicted == test_N)[test_N != NO_LABEL])
+        else:
+            right[name] = pack_right(sample_scores(predicted, target.labelled_numbers[1]))
     return ProbeResult(
         label=space,
         title=test.manifest.labels[space].title,
-        class_names=test.class_names(space) if fitted.number is None else (),
+        class_names=test.class_names(space) if fitted.penalty is None else (),
         linear=fitted.linear,
         knn=KNNResult(
             accuracy=fitted.knn_accuracy,
@@ -167,7 +169,7 @@ def describe(
         num_test=num_labelled(target.test_N),
         num_unlabelled=len(test) + test.num_left_out - num_labelled(target.test_N),
         groups=tuple(groups),
-        number=fitted.number,
+        penalty=fitted.penalty,
         right_samples={name: bits for name, bits in right.items() if bits is not None},
         **facts,
     )

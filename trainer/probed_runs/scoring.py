@@ -21,7 +21,6 @@ from trainer.pretrained import load_encoder, open_network
 from trainer.probed_runs.probing import check_labels, read_data, scored_on, short_hash, write_results
 from trainer.probed_runs.readout import read_out
 from trainer.probes.any_encoder import WITHOUT_VIEWS, AnyEncoder, check_without_views
-from trainer.probes.features import frozen
 
 AnyNetwork: TypeAlias = nn.Module | Callable[[Tensor], Tensor]
 _OF_LIBRARY = ("timm:", "torchvision:")
@@ -72,7 +71,6 @@ def score(
     encoder = open_encoder(text)
     train, test, num_shared = read_data(data, manifests, config)
     reader = AnyEncoder(encoder.to(device) if isinstance(encoder, nn.Module) else encoder)
-    _try(reader, text, train.images_NCHW.shape[1:])
     file = Path(text.rpartition(":")[0] if _OBJECT.fullmatch(text) else text)
     scored = scored_on(data, text, file=file if file.is_file() else None)
     facts = {"num_shared": num_shared, "run": text, "scored": scored}
@@ -81,20 +79,6 @@ def score(
     directory = out or Path("scored", f"{name}-{short_hash((train.manifest.sha256, test.manifest.sha256))}")
     write_results(directory, readout)
     return directory
-
-
-def _try(reader: AnyEncoder, text: str, shape: torch.Size) -> None:
-    """Raise `UserError` if the encoder does not take pictures of this shape, for any reason of its code."""
-    try:
-        with frozen(reader):
-            reader.features_and_pooled(torch.zeros(2, *shape))
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(
-            f"{text} fails on pictures of shape {tuple(shape)}: {' '.join(str(error).split())}; resize them in a "
-            "function of your own, my.py:NAME, or build the dataset in another size"
-        ) from None
 
 
 def _without_views(inputs: Tensor, _: DrawKeys, __: Tensor | None, /) -> Tensor:

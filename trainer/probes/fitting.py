@@ -32,7 +32,7 @@ from trainer.probes.linear import (
     fit_linear_probe,
     stored_batches,
 )
-from trainer.probes.numbers import NumberResult, fit_ridge, r2, r2_interval
+from trainer.probes.numbers import fit_ridge, r2
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Fitted:
     predicted: by method, "linear" and "knn", the classes of the test samples, (N,) int64, or the numbers of those that
         have one, (M,) float64.
     head: of the linear probe; a number has none.
-    number: what a label that is a number has besides.
+    penalty: of the ridge regression of a label that is a number.
     """
 
     target: Target
@@ -54,7 +54,7 @@ class Fitted:
     num_neighbors: int
     predicted: Mapping[str, Tensor]
     head: LinearHead | None = None
-    number: NumberResult | None = None
+    penalty: float | None = None
 
 
 def fit(
@@ -131,13 +131,9 @@ def _fit(
         knn_M = knn_N.cpu()[in_test_N.cpu()]
         of_knn = check_finite(r2(knn_M, number_M), name=space)
         train_LC, test_MC = bank_NC[in_train_N.to(bank_NC.device)], queries_NC[in_test_N.to(queries_NC.device)]
-        ridge = fit_ridge(train_LC, number_L.to(bank_NC.device), test_MC.to(bank_NC.device), seed=config.seed)
-        predicted = {"linear": ridge.predicted_M.cpu(), "knn": knn_M}
-        of_ridge = r2(predicted["linear"], number_M)
-        result = LinearResult(
-            accuracy=of_ridge, accuracy_by_epoch=(of_ridge,), train_accuracy_by_epoch=(ridge.train_r2,)
-        )
-        intervals = {name: r2_interval(of_method, number_M, seed=config.seed) for name, of_method in predicted.items()}
-        number = NumberResult(penalty=ridge.penalty, intervals=intervals)
-        fitted[space] = Fitted(target, result, of_knn, neighbors[space], predicted, number=number)
+        predicted_M, predicted_L, penalty = fit_ridge(train_LC, number_L, test_MC)
+        of_test, of_train = r2(predicted_M, number_M), r2(predicted_L, number_L)
+        result = LinearResult(accuracy=of_test, accuracy_by_epoch=(of_test,), train_accuracy_by_epoch=(of_train,))
+        predicted = {"linear": predicted_M, "knn": knn_M}
+        fitted[space] = Fitted(target, result, of_knn, neighbors[space], predicted, penalty=penalty)
     return fitted

@@ -17,17 +17,14 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import Line, Schema, is_label_name
 from trainer.probes.features import LabelSpace, label_order
 from trainer.probes.groups import Groups
 from trainer.probes.knn import KNNResult
 from trainer.probes.linear import LinearResult, ProbeConfig
-from trainer.probes.numbers import NumberResult
 from trainer.run_dir import read_object
 
-MOST_SAMPLES: Final = 100_000  # whose bits are kept, so that a result stays a small file
-MOST_SCORES: Final = 25_000
+MOST_BYTES: Final = 50_000  # of the bits or scores of a method, so that a result stays a small file
 
 
 class ScoredEncoder(Schema):
@@ -58,8 +55,8 @@ class ProbeResult(Schema):
     num_shared: the number of test samples whose source is in the train set too; None if the datasets record no sources.
     num_train, num_test: the samples with this label; `num_unlabelled` test samples lack it.
     groups: accuracies in the groups of this label and each other one; none in results from before there were groups.
-    number: for a label that is a number. Its accuracies are then R², its chance is 0, its `majority_share` is the R² of
-        the mean of the train set, and `class_names` is empty.
+    penalty: of the ridge regression of a label that is a number. Its accuracies are R², its chance is 0, its
+        `majority_share` is the R² of the mean of the train set, and `class_names` is empty.
     own_code: the SHA-256 of the source of each package of the user's own that the run uses; it lacks those that were
         not imported, and is empty in old results.
     right_samples: for each method, "linear" and "knn", a bit for each test sample, see `unpack_right`; of a number, a
@@ -86,7 +83,7 @@ class ProbeResult(Schema):
     num_shared: int | None = None
     num_unlabelled: int = 0
     groups: tuple[Groups, ...] = ()
-    number: NumberResult | None = None
+    penalty: float | None = None
     own_code: dict[str, str] = Field(default_factory=dict)
     right_samples: dict[str, str] = Field(default_factory=dict)
     scored: ScoredEncoder | None = None
@@ -115,24 +112,15 @@ def read_result(path: Path) -> ProbeResult:
     )
 
 
-def pack_right(class_N: Tensor, label_N: Tensor) -> str | None:
-    """Return the bits as base64: 1 for each labelled test sample whose class is right, in the order of the dataset.
+def pack_right(right_N: Tensor) -> str | None:
+    """Return values of the labelled test samples, in the order of the dataset, as base64.
 
-    `class_N` and `label_N` are (N,) int64; a sample with `NO_LABEL` has no bit. Returns None for more than
-    `MOST_SAMPLES` bits.
+    They are (N,) bool, 1 for a class that is right, or the `sample_scores` of a number, which are stored as float16.
+    Returns None for more than `MOST_BYTES`.
     """
-    classes_N, labels_N = class_N.cpu().numpy(), label_N.cpu().numpy()
-    right_L = (classes_N == labels_N)[labels_N != NO_LABEL]
-    if len(right_L) > MOST_SAMPLES:
-        return None
-    return base64.b64encode(np.packbits(right_L).tobytes()).decode()
-
-
-def pack_scores(score_M: Tensor) -> str | None:
-    """Return the `sample_scores` of a number, (M,), as base64 of float16. Returns None for more than `MOST_SCORES`."""
-    if len(score_M) > MOST_SCORES:
-        return None
-    return base64.b64encode(score_M.cpu().clamp_min(-6e4).numpy().astype("<f2").tobytes()).decode()
+    right = right_N.cpu().numpy()
+    packed = np.packbits(right) if right.dtype == np.bool_ else right.clip(-6e4).astype("<f2")
+    return base64.b64encode(packed.tobytes()).decode() if packed.nbytes <= MOST_BYTES else None
 
 
 def unpack_right(text: str, *, num_test: int) -> NDArray[np.bool_] | NDArray[np.float16] | None:

@@ -304,12 +304,12 @@ def _probed(
             "initial": initial(result),
         }
         for readout, value in (("linear", result.linear.accuracy), ("knn", result.knn.accuracy)):
-            num_right = round(value * result.num_test) if result.number is None else 0
+            num_right = round(value * result.num_test) if result.penalty is None else 0
             yield Measurement(
                 **shared_by_result,
                 readout=readout,
-                value=_fraction(value, num_right, result.num_test) if result.number is None else value,
-                measure=ACCURACY if result.number is None else R2,
+                value=_fraction(value, num_right, result.num_test) if result.penalty is None else value,
+                measure=ACCURACY if result.penalty is None else R2,
                 num_right=num_right,
                 num_samples=result.num_test,
                 group="",

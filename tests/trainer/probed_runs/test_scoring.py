@@ -41,7 +41,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "program = torch.export.export(module, (torch.zeros(2, 3, 16, 16),), dynamic_shapes=(batch,)).module()\n"
         "def function(x):\n    return x.mean((2, 3)) * 10\n"
         "shape = (2, 3)\n"
-        "large = torch.nn.Unflatten(2, (64, 1))\n"
         "Kind = Mean\n"
     )
     return home
@@ -132,10 +131,6 @@ def test_a_run_on_other_data_keeps_its_own_results_and_moved_data_are_its_own(
     [
         ("--encoder {home}/someones.py:shape {data}", "is a tuple; name a module, or a function"),
         ("--encoder {home}/someones.py:Kind {data}", "is a type; name a module, or a function"),
-        (
-            "--encoder {home}/someones.py:large {data}",
-            r"large fails on pictures of shape \(3, 16, 16\): .*64.*; resize",
-        ),
         ("--encoder {home}/someones.py:modul {data}", 'has no "modul"; did you mean "module"'),
         ("--encoder {home}/nothing.safetensors {data}", "nothing.safetensors is no file and no directory"),
         ("--encoder {home}/someones.py:module {data} --set views=policy", "must have views=none"),

@@ -82,7 +82,7 @@ def make_run(
             write_json(run_dir.probes(step) / f"{label}.json", result)
         for label, right_N in (samples or {}).items():
             result = probe_result(label, step, [float(right_N.mean())], len(right_N), config=probe, title=title(label))
-            bits = pack_right(torch.from_numpy(right_N.astype(np.int64)), torch.ones(len(right_N), dtype=torch.int64))
+            bits = pack_right(torch.from_numpy(right_N))
             write_json(run_dir.probes(step) / f"{label}.json", result | {"right_samples": {"linear": bits}})
     run_dir.analysis.mkdir()
     (run_dir.analysis / "views.png").write_bytes(png())
