@@ -19,14 +19,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from benchmarks import record, webdataset_peer
-from benchmarks.record import Line, Peers, ratio_line
+from benchmarks.record import Line, Peers, rate, ratio_line
 from benchmarks.sounds import spectrogram_peers
 from benchmarks.views import expert_peers
 from benchmarks.webdataset_peer import epoch_after_epoch
@@ -37,11 +37,10 @@ from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.remote.fetch import RemoteConfig
 from data_pipeline.storage.manifest import Manifest, load_manifest
 from data_pipeline.storage.store import SampleStore
-from data_pipeline.tools.bench import encoded_counts, rate, stream_counts
 
 BATCH_SIZE = 256
 NUM_SOUNDS = 64  # in a batch
-CPU = torch.device("cpu")
+ORDER_CHUNK = 4_096  # positions whose samples are looked up at once, as in a large batch
 PACKAGES = ("torch", "torchaudio", "torchvision", "webdataset", "librosa", "numpy", "pillow")
 GROUPS = ("local", "remote", "opening", "views", "sounds")
 
@@ -57,6 +56,24 @@ def calls(call: Callable[[], object], num_samples: int) -> Iterator[int]:
         yield num_samples
 
 
+def encoded_counts(store: SampleStore) -> Iterator[int]:
+    """Read the stored bytes of samples in shuffled order, epoch after epoch."""
+    for epoch in count():
+        order = epoch_order(len(store), seed=0, epoch=epoch)
+        for start in range(0, len(store), ORDER_CHUNK):
+            indices = order(np.arange(start, min(start + ORDER_CHUNK, len(store))))
+            for first in range(0, len(indices), 100):
+                store.read(indices[first : first + 100])
+                yield len(indices[first : first + 100])
+
+
+def stream_counts(directory: Path, read: ReadConfig) -> Iterator[int]:
+    """Read finished batches from an endless stream, without workers; the first is not counted."""
+    stream = Stream(directory, read=read, global_batch_size=BATCH_SIZE, seed=0, rank=0, world_size=1, end_step=1 << 40)
+    for batch in islice(stream, 1, None):
+        yield len(batch)
+
+
 def described(manifest: Manifest) -> str:
     made = manifest.how_made
     drawn = f", overlay {manifest.overlay.drawn}" if manifest.overlay is not None else ""
@@ -70,7 +87,7 @@ def local_lines(directory: Path, *, seconds: float) -> Iterator[Line]:
 
     def ours(placement: str) -> Callable[[], Iterator[int]]:
         read = ReadConfig.parse({"num_workers": 0, "placement": placement}, where="benchmark")
-        return lambda: stream_counts(str(directory), read=read, global_batch_size=BATCH_SIZE, device=CPU)
+        return lambda: stream_counts(directory, read)
 
     def theirs(decoder: str) -> Callable[[], Iterator[int]]:
         return lambda: epoch_after_epoch(

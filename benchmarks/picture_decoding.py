@@ -33,13 +33,12 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import v2
 
 from benchmarks import record
-from benchmarks.record import Line, Peers, ratio_line
+from benchmarks.record import Line, Peers, rate, ratio_line
 from benchmarks.webdataset_peer import epoch_after_epoch
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import run_command
 from data_pipeline.core.random_crop import Crop, random_resized_crops
 from data_pipeline.loading.picture_decode import decode_crops, picture_size
-from data_pipeline.tools.bench import rate
 
 SIZE = 224
 BATCH_SIZE = 64

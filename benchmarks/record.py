@@ -12,7 +12,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -27,6 +27,7 @@ from trainer.provenance import command_line, cpu_name, this_code
 
 Measured = Mapping[str, float]  # of one round, by peer
 Peers = Mapping[str, Callable[[], float]]  # one measurement each
+WARM_UP_SECONDS = 0.3  # not counted: files are mapped and kernels are chosen
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,22 @@ class Line:
     figure_is: str
     target: float | None = None
     at_most: bool = False
+
+
+def rate(counts: Iterator[int], *, seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the samples a second over `seconds`, and over at least one count, after a short warm-up."""
+    begin = start = clock()
+    num_samples = 0
+    for count in counts:
+        assert count > 0
+        now = clock()
+        if now < begin + WARM_UP_SECONDS or not start > begin:
+            start = now  # the first count always belongs to the warm-up, because it includes the opening
+            continue
+        num_samples += count
+        if now >= start + seconds:
+            break
+    return num_samples / (now - start)
 
 
 def ratio_line(title: str, peers: Peers, *, against: str, target: float | None = None) -> Line:

@@ -1,10 +1,9 @@
-"""`python -m data_pipeline COMMAND`: build, check, show and measure datasets."""
+"""`python -m data_pipeline COMMAND`: look at, build, check and show datasets."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,22 +207,6 @@ def _trace(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _bench(parser: argparse.ArgumentParser) -> None:
-    _add_location(parser)
-    add = parser.add_argument
-    add("--batch-size", type=positive, default=256, metavar="B", help="The samples in a batch (default: %(default)s).")
-    add(
-        "--max-workers",
-        type=whole,
-        default=os.cpu_count() or 1,
-        metavar="M",
-        help="Measure with 0, 1, 2, 4, ... up to M workers (default: %(default)s).",
-    )
-    add("--seconds", type=float, default=2.0, metavar="T", help="The length of a measurement (default: %(default)s).")
-    add("--device", metavar="D", help="The device that finishes batches (default: cuda if there is a GPU, else cpu).")
-    add("--shuffle-shards", type=positive, metavar="N", help="Stream in the order of windows of N shards.")
-
-
 def _suppression(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--root", metavar="PATH", type=Path, required=True, help="The directory of CIFAR-10, MNIST/raw and the sounds.")
@@ -291,13 +274,12 @@ COMMANDS: Mapping[str, Command] = {
     "trace": Command(
         "Print the samples that training would see, batch by batch.", _trace, "data_pipeline.tools.batch_trace"
     ),
-    "bench": Command("Measure how many samples a second can be read.", _bench, "data_pipeline.tools.bench"),
 }
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Run the command in `words`, by default `sys.argv[1:]`. Raises `UserError`."""
-    parser = Parser(prog=program("data_pipeline"), description="Build, check, show and measure datasets.")
+    parser = Parser(prog=program("data_pipeline"), description="Look at, build, check and show datasets.")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for name, command in COMMANDS.items():
         own = commands.add_parser(name, help=command.summary, description=command.summary)

@@ -1,3 +1,3 @@
-"""Commands on built datasets: verify, preview, trace, bench."""
+"""Commands on data: look, verify, preview, trace."""
 
 __all__: list[str] = []
