@@ -47,8 +47,7 @@ def encoded(container: str, coding: str, points: NDArray[np.generic], *, rate: i
 )
 @pytest.mark.parametrize("num_channels", [1, 2, 6])
 def test_all_kinds_equal_libsndfiles_reading(container: str, coding: str, num_channels: int) -> None:
-    if container == "MP3" and num_channels > 2:
-        pytest.skip("an MP3 holds at most two channels")
+    num_channels = min(num_channels, 2) if container == "MP3" else num_channels  # it holds no more
     data = encoded(container, coding, tone(num_channels))
     theirs, rate = soundfile.read(io.BytesIO(data), dtype="float64", always_2d=True)
     ours = read_sound(data)
