@@ -27,7 +27,7 @@ setup(
             f"overlay-{name} = launch.console:{name}"
             for name in (
                 *("train", "slurm", "status", "data"),
-                *("probe", "analyze", "report", "export", "replay", "theory"),
+                *("probe", "analyze", "report", "export", "theory"),
             )
         ]
     },

@@ -21,7 +21,7 @@ COMMANDS = [
     ["launch/train.py"],
     ["launch/slurm.py"],
     ["launch/status.py"],
-    *([f"trainer.{name}"] for name in ("probe", "analyze", "report", "export", "replay", "theory")),
+    *([f"trainer.{name}"] for name in ("probe", "analyze", "report", "export", "theory")),
     ["data_pipeline"],
     *(["data_pipeline", name] for name in OF_DATA_PIPELINE),
 ]

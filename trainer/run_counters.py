@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 
 import torch
 
@@ -30,10 +29,8 @@ class RunCounters:
     ) -> None:
         before, data, self._data = restored.run, training.modules.config.data, manifests.identity
         self._skipped = SkippedSteps(
-            run_dir,
-            training,
+            training.modules.config,
             device=device,
-            train_manifest_sha256=manifests.train.sha256,
             before=None if before is None else before.skipped,
             saved_step=restored.step,
         )
@@ -46,9 +43,9 @@ class RunCounters:
         )
         self._seconds_before, self._started = restored.wall_seconds, time.perf_counter()
 
-    def add(self, batch: Batch, output: StepOutput, learning_rates: Mapping[str, float]) -> None:
+    def add(self, batch: Batch, output: StepOutput) -> None:
         """Count the step on a batch. Raises `UserError` if too many in a row were skipped."""
-        self._skipped.add(batch, output, learning_rates)
+        self._skipped.add(batch, output)
         self._bad.add(batch.bad)
 
     def metrics(self) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """The run directory: the only link from training to probe, analysis, report and restart.
 
-RUN_DIR/ config.json  provenance.json  metrics.jsonl  bad_samples.jsonl  nonfinite/  stalled/  wandb/  wandb_run_id
+RUN_DIR/ config.json  provenance.json  metrics.jsonl  bad_samples.jsonl  stalled/  wandb/  wandb_run_id
          job.json  code/  logs/  (submitted jobs only)
          ended.json  (if the last start ended early)
          checkpoints/step_00010000/ ...  LATEST  analysis/*.json *.png  report.html

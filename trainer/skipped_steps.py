@@ -1,4 +1,4 @@
-"""Count skipped steps, record the first few for replay, and end a run that skips too many.
+"""Count skipped steps, and end a run that skips too many.
 
 `trainer.optim.skipping` decides which steps are skipped. All ranks must make the same calls in the same
 order, so a run that fails raises `UserError` on every rank at the same step.
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Batch
-from trainer.build import Training
 from trainer.checkpoint.run_state import SkipCounts
+from trainer.config import RunConfig
 from trainer.distributed.collectives import all_gather_json, any_rank, rank
-from trainer.fault_tolerance.step_record import NonFiniteRecord, RankValues, has_room, recorded_steps, write_record
-from trainer.run_dir import RunDir
 from trainer.step import StepOutput
 
 logger = logging.getLogger(__name__)
+
+_ADVICE = "lower the learning rate, or set precision=float32 if it has 16 bits, with another --run-dir"
 
 
 @dataclass(frozen=True)
@@ -32,19 +32,15 @@ class _PendingStep:
     """A step that may have been skipped: `skipped` may be read after the event `known`. Holds no views, for memory."""
 
     step: int
-    epoch: int
-    index_B: Tensor
     metrics: Mapping[str, Tensor]
-    learning_rates: Mapping[str, float]
     skipped: Tensor
     known: torch.cuda.Event | None
 
 
 class SkippedSteps:
-    """The skipped steps of a run over all its starts, which are counted and recorded without waiting for the GPU.
+    """The skipped steps of a run over all its starts, which are counted without waiting for the GPU.
 
-    On a CPU it is known at once whether a step was skipped. On a GPU it is read when the next step has begun, so the
-    recorded state may be one step later.
+    On a CPU it is known at once whether a step was skipped. On a GPU it is read when the next step has begun.
 
     Attributes:
         counts: the counts so far; they start from `before`, the counts in the checkpoint of `saved_step`.
@@ -52,41 +48,20 @@ class SkippedSteps:
     """
 
     def __init__(
-        self,
-        run_dir: RunDir,
-        training: Training,
-        *,
-        device: torch.device,
-        train_manifest_sha256: str,
-        before: SkipCounts | None = None,
-        saved_step: int = 0,
+        self, config: RunConfig, *, device: torch.device, before: SkipCounts | None = None, saved_step: int = 0
     ) -> None:
-        """Count from now on.
-
-        Args:
-            run_dir: where records are written.
-            training: the states that are recorded. In float16 a search for the loss scale skips steps by design.
-            device: where training happens.
-            train_manifest_sha256: the hash of the train set, for the records.
-            before, saved_step: see the attributes.
-        """
+        """Count from now on. In float16 a search for the loss scale skips steps by design."""
         self.counts, self.saved_step = before or SkipCounts(), saved_step
-        self._run_dir, self._training, config = run_dir, training, training.modules.config
         self._max_in_a_row, self._is_float16 = config.max_skipped_in_a_row, config.precision == "float16"
-        # The encoder may then have stepped when the viewmaker skips.
-        self._alternates = config.adversary is not None and config.adversary.update == "alternating"
-        self._train_manifest_sha256 = train_manifest_sha256
         self._lag = 1 if device.type == "cuda" else 0
         self._pending: deque[_PendingStep] = deque()
         self._has_learned = False  # since the checkpoint of `saved_step`
 
-    def add(self, batch: Batch, output: StepOutput, learning_rates: Mapping[str, float]) -> None:
+    def add(self, batch: Batch, output: StepOutput) -> None:
         """Add the step on a batch. Raises `UserError` if too many steps in a row were skipped."""
-        flag = _copy_to_host(output.skipped)
-        step = _PendingStep(batch.step, batch.epoch, batch.index_B, output.metrics, learning_rates, *flag)
-        self._pending.append(step)
+        self._pending.append(_PendingStep(batch.step, output.metrics, *_copy_to_host(output.skipped)))
         if len(self._pending) > self._lag:
-            self._judge(self._pending.popleft(), num_done=batch.step + 1)
+            self._judge(self._pending.popleft())
 
     def may_save(self, num_done: int, *, num_steps: int) -> bool:
         """Return whether to save the state after `num_done` of `num_steps` steps; if so, count it as saved.
@@ -96,8 +71,7 @@ class SkippedSteps:
         because more of its steps were skipped than taken.
         """
         while self._pending:
-            pending = self._pending.popleft()
-            self._judge(pending, num_done=pending.step + 1)
+            self._judge(self._pending.popleft())
         if num_done == num_steps:
             self._check_end(num_steps)
         elif not self._has_learned:
@@ -115,14 +89,13 @@ class SkippedSteps:
         total, in_a_row = self.counts.total, self.counts.in_a_row
         if 2 * total > num_steps and not self._is_float16:
             raise UserError(
-                f"{total} of {num_steps} steps were skipped, because the loss or a gradient was not finite; "
-                f"{self._advice()}"
+                f"{total} of {num_steps} steps were skipped, because the loss or a gradient was not finite; {_ADVICE}"
             )
         if in_a_row:
             logger.warning("the last %d steps of the run were skipped: check what it has learned", in_a_row)
 
-    def _judge(self, pending: _PendingStep, *, num_done: int) -> None:
-        """Count a step, and record it if it was skipped. Training has done `num_done` steps.
+    def _judge(self, pending: _PendingStep) -> None:
+        """Count a step, and log it if it was skipped.
 
         A step that the search for the loss scale of float16 has skipped by design counts in the total, and neither adds
         to the steps in a row nor ends them.
@@ -132,45 +105,18 @@ class SkippedSteps:
         skipped, step = bool(pending.skipped), pending.step
         by_design = skipped and self._is_float16 and _may_be_scaled_less(pending.metrics)
         if skipped and not by_design:
-            is_recorded = self._record(pending, num_done=num_done)
+            finite = all_gather_json(math.isfinite(float(pending.metrics["train/loss"])), bool)
             if rank() == 0:
-                look = f"; {_replay_command(self._run_dir, step)} shows where" if is_recorded else ""
-                logger.warning("step %d was skipped: a loss, a gradient or its length was not finite%s", step, look)
+                ranks = ", ".join(str(number) for number, is_finite in enumerate(finite) if not is_finite)
+                what = f"the loss of rank {ranks}" if ranks else "a gradient or its length"
+                logger.warning("step %d was skipped: %s was not finite", step, what)
         in_a_row = self.counts.in_a_row if by_design else self.counts.in_a_row + 1 if skipped else 0
         self.counts = SkipCounts(total=self.counts.total + skipped, in_a_row=in_a_row)
         self._has_learned |= not skipped
         if skipped and not by_design and in_a_row >= self._max_in_a_row:
             raise UserError(
-                f"the loss or a gradient was not finite in {in_a_row} steps in a row, up to step {step}; "
-                f"{self._advice()}"
+                f"the loss or a gradient was not finite in {in_a_row} steps in a row, up to step {step}; {_ADVICE}"
             )
-
-    def _record(self, pending: _PendingStep, *, num_done: int) -> bool:
-        """Write the record of a skipped step, with the present state, unless the run has enough records.
-
-        Return whether it was written.
-        """
-        step = pending.step
-        if not any_rank(rank() == 0 and has_room(self._run_dir, step)):
-            return False
-        record = NonFiniteRecord(
-            step=step,
-            state_step=step if num_done == step + 1 and not self._alternates else num_done,
-            epoch=pending.epoch,
-            learning_rates=dict(pending.learning_rates),
-            train_manifest_sha256=self._train_manifest_sha256,
-            ranks=tuple(all_gather_json(RankValues.of(pending.index_B, pending.metrics), RankValues)),
-        )
-        states = {name: engine.module_state() for name, engine in self._training.engines.items()}
-        states["objective"] = self._training.objective.saved_state()
-        if rank() == 0:
-            write_record(self._run_dir, record, states)
-        return True
-
-    def _advice(self) -> str:
-        recorded = recorded_steps(self._run_dir)
-        look = f"{_replay_command(self._run_dir, recorded[-1])} shows where; " if recorded else ""
-        return f"{look}lower the learning rate, or set precision=float32 if it has 16 bits, with another --run-dir"
 
 
 def _may_be_scaled_less(metrics: Mapping[str, Tensor]) -> bool:
@@ -180,10 +126,6 @@ def _may_be_scaled_less(metrics: Mapping[str, Tensor]) -> bool:
     """
     has_failed = not math.isfinite(float(metrics["train/loss"])) or float(metrics["train/loss_scale"]) <= 1
     return not any_rank(has_failed)
-
-
-def _replay_command(run_dir: RunDir, step: int) -> str:
-    return f"`python -m trainer.replay {run_dir.path} --step {step}`"
 
 
 def _copy_to_host(flag: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

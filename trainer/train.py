@@ -141,7 +141,7 @@ class TrainingLoop:
         with self.watchdog.patience("compiling") if may_compile else contextlib.nullcontext():
             output = self.training.step(batch, learning_rates=rates)
         with stage("waiting for GPU"):
-            self.counters.add(batch, output, rates)
+            self.counters.add(batch, output)
         return output, rates
 
     def _save(self, num_done: int) -> None:

@@ -18,7 +18,7 @@ from tests.tiny_data import write_tiny_pair
 from trainer.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
-NAMES = {"train", "slurm", "status", "data", "probe", "analyze", "report", "export", "replay", "theory"}
+NAMES = {"train", "slurm", "status", "data", "probe", "analyze", "report", "export", "theory"}
 # What pip writes into the bin directory for an entry point.
 SCRIPT = "#!{python}\nimport sys\nfrom {module} import {name}\nif __name__ == '__main__':\n    sys.exit({name}())\n"
 

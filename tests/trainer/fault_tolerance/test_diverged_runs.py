@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
@@ -16,9 +17,11 @@ from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from tests.small_encoder import CONVNET
 from tests.tiny_data import write_tiny_pair
+from trainer.build import build_training
 from trainer.checkpoint.restore import newest_state
 from trainer.checkpoint.run_state import SkipCounts
 from trainer.config import RunConfig
+from trainer.data import open_stream
 from trainer.fault_tolerance.preemption import StoppedError, StopRequests
 from trainer.run_dir import RunDir
 from trainer.train import train
@@ -179,7 +182,40 @@ def test_the_search_for_a_loss_scale_is_no_row_of_skipped_steps(data: Path, tmp_
     assert [line["train/loss_scale"] for line in run_dir.read_metrics()][15:18] == [2, 1, 1]
 
 
-def test_a_loss_that_is_not_finite_is_no_search_for_a_loss_scale(data: Path, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_is_no_search_for_a_loss_scale(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = configure(data, "precision=float16", "optimizer.learning_rate=1e30", num_steps=16)
     with pytest.raises(UserError, match="in 10 steps in a row"):
         start(RunDir(tmp_path), config)
+    assert "was skipped: the loss of rank 0 was not finite" in caplog.text
+
+
+@pytest.mark.slow
+def test_where_players_alternate_what_was_done_before_the_bad_update_stays(data: Path) -> None:
+    """All changes of the bad update are undone, so the state is that after the updates before it."""
+    places = [f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}", "data.num_workers=0"]
+    words = ["objective.kind=simsiam", "adversary.update=alternating", "adversary.viewmaker_steps=2"]
+    bad = resolve_recipe("debug:viewmaker", [*places, *words, "global_batch_size=16"])
+    good = bad.override(["adversary.viewmaker_steps=1"], where="x")  # it ends before the bad update
+    (batch,) = open_stream(bad.data, global_batch_size=16, seed=0, end_step=1)
+    rates = dict.fromkeys(("encoder", "viewmaker", "objective"), 0.01)
+    states, skipped = [], []
+    for config in (bad, good):
+        training = build_training(config, num_samples=32, device=torch.device("cpu"))
+        engines = training.engines
+        calls = 0
+
+        def poison(gradient: Tensor, config: RunConfig = config) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return gradient * math.inf if config is bad and calls == 2 else gradient
+
+        next(engines["viewmaker"].module.parameters()).register_hook(poison)  # type: ignore[no-untyped-call]
+        skipped.append(bool(training.step(batch, learning_rates=rates).skipped))
+        states.append({f"{name}.{key}": value.clone() for name, engine in engines.items()
+                       for key, value in (engine.module_state() | engine.optimizer_state()).items()})  # fmt: skip
+    assert skipped == [True, False]
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[1].items():
+        assert torch.equal(states[0][name], value), name
