@@ -6,7 +6,6 @@ the run keeps them open.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 from data_pipeline.core.errors import UserError
@@ -62,14 +61,6 @@ def decisions_to_record(config: RunConfig, train: TrainManifest) -> dict[str, An
         RECORDED_ENCODER: decided.encoder.model_dump(mode="json"),
         RECORDED_INPUT_SIZE: input_size(config, train.batch_shape),
     }
-
-
-def recorded_input_size(provenance: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the height and width of the encoder's input in provenance.json; None if they are not recorded."""
-    match provenance.get(RECORDED_INPUT_SIZE):
-        case [int(height), int(width)]:
-            return height, width
-    return None
 
 
 def decide_as_recorded(config: RunConfig, run_dir: RunDir) -> RunConfig:

@@ -33,6 +33,7 @@ from trainer.models.encoder import (
     TORCHVISION,
     Encoder,
     EncoderConfig,
+    ResNetConfig,
     TimmConfig,
     build_encoder,
     inside_wrappers,
@@ -249,16 +250,12 @@ def _read_weights(config: EncoderConfig) -> TrainedWeights:
 
 def _facts_beside(path: Path) -> Mapping[str, Any]:
     """Return what an export, or the config.json of a directory of the Hub, says of the pictures of its weights."""
-    if path.suffix == EXPORT_SUFFIX and (header := _header(path)) is not None:
+    if path.suffix == EXPORT_SUFFIX and (header := _header(path)):
         return dict(header["encoder"])
     config = path.with_name("config.json")
     if path.name not in _OF_THE_HUB or not config.is_file():
         return {}
     return dict(read_object(config, mend="fetch the directory again").get("pretrained_cfg", {}))
-
-
-class _Section(Schema):
-    encoder: EncoderConfig
 
 
 def open_network(text: str) -> nn.Module:
@@ -268,11 +265,12 @@ def open_network(text: str) -> nn.Module:
     pictures to the size of its weights, and normalises them. It is on the CPU in eval mode. Raises `UserError` if there
     is none.
     """
+    config: EncoderConfig
     if text.startswith(_OF_TIMM):
-        values = {"kind": "timm", "name": text.removeprefix(_OF_TIMM), "weights": TIMM}
+        config = TimmConfig(name=text.removeprefix(_OF_TIMM), weights=TIMM)
     else:
-        values = {"kind": text.removeprefix(TORCHVISION).partition("_")[0].lower(), "weights": text}
-    config = _Section.parse({"encoder": values}, where=text).encoder
+        kind = text.removeprefix(TORCHVISION).partition("_")[0].lower()
+        config = ResNetConfig.parse({"kind": kind, "weights": text}, where=text)
     weights = read_weights(config)
     with torch.random.fork_rng(devices=[]):
         encoder = build_encoder(config, normalization=weights.normalization).eval()
@@ -284,10 +282,7 @@ def open_network(text: str) -> nn.Module:
 
 
 def _load_export(path: Path) -> Encoder:
-    values = _header(path)
-    if values is None:
-        raise UserError(f"{path} is not an encoder that python -m trainer.export wrote; export the encoder again")
-    header = ExportHeader.parse(values, where=f"the header of {path}")
+    header = ExportHeader.parse(_header(path), where=f"the header of {path}")
     try:
         with torch.random.fork_rng(devices=[]):
             encoder = build_encoder(header.encoder)
@@ -301,14 +296,13 @@ def _load_export(path: Path) -> Encoder:
     return encoder.eval()
 
 
-def _header(path: Path) -> dict[str, Any] | None:
-    """Return the header of an export; None if a file of safetensors has none. Raises `UserError` if it has no JSON."""
+def _header(path: Path) -> dict[str, Any]:
+    """Return the header of an export; empty if a file of safetensors has none. Raises `UserError` if it has no JSON."""
     try:
         with safetensors.safe_open(path, "pt") as file:
-            header: dict[str, Any] | None = json.loads((file.metadata() or {}).get(HEADER_KEY, "null"))
+            return dict(json.loads((file.metadata() or {}).get(HEADER_KEY, "{}")))
     except (OSError, safetensors.SafetensorError, ValueError) as error:
         raise UserError(
             f"{path} is not an encoder that python -m trainer.export wrote ({type(error).__name__}: {error}); export "
             "the encoder again"
         ) from None
-    return header

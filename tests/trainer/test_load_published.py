@@ -10,7 +10,6 @@ import torchvision
 from torch import Tensor, nn
 
 from configs.base import CIFAR10_MEAN, CIFAR10_STD
-from data_pipeline.core.errors import UserError
 from trainer import load_published
 from trainer.models import Encoder, ResNetConfig, TimmConfig, build_encoder
 
@@ -47,15 +46,3 @@ def test_a_model_of_timm_becomes_an_encoder(name: str, options: dict[str, Any]) 
     load_published(encoder, model.state_dict())
     model.reset_classifier(0)
     assert_equal_features(model, encoder)
-
-
-def test_weights_of_another_network_are_refused() -> None:
-    encoder = build_encoder(ResNetConfig(kind="resnet18_small", **NORMALIZATION))
-    own = encoder.trunk.as_published.state_dict()
-    for weights, message in (
-        (torchvision.models.resnet18().state_dict(), "of another shape: conv1.weight"),
-        ({name: x for name, x in own.items() if name != "bn1.running_mean"}, "bn1.running_mean"),
-        (own | {"of_another.weight": torch.zeros(1)}, "of_another.weight"),
-    ):
-        with pytest.raises(UserError, match=message):
-            load_published(encoder, weights)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from data_pipeline.core.errors import UserError
 from trainer.exports.model_card import ExportedRun, config_of_the_hub, model_card
 from trainer.models.encoder import Encoder
-from trainer.open_settings import recorded_input_size
+from trainer.open_settings import RECORDED_INPUT_SIZE
 from trainer.pretrained import (
     EXPORT_SUFFIX,
     HEADER_KEY,
@@ -63,7 +63,7 @@ def save_pretrained(source: Source, directory: str | Path, *, name: str | None =
     if (directory / "checkpoints").is_dir():
         raise UserError(f"{directory} is a run directory, whose config.json would be lost; pass another directory")
     encoder, header, run = _open(source, name=name, step=step)
-    input_size = None if run is None else recorded_input_size(run.run_dir.read_provenance())
+    input_size = None if run is None else run.run_dir.read_provenance().get(RECORDED_INPUT_SIZE)
     write_json(directory / "config.json", config_of_the_hub(header, input_size=input_size))
     write_atomically(directory / "README.md", model_card(header, title=name, run=run, input_size=input_size))
     write_atomically(directory / HUB_WEIGHTS, _safetensors_bytes(encoder, header))  # last: it makes the directory whole

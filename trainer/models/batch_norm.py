@@ -85,30 +85,6 @@ def synchronized_batch_norm(
     return out_BCHW, mean_SC, unbiased_SC
 
 
-def grouped_batch_norm(
-    x_BCHW: Tensor,
-    weight_C: Tensor,
-    bias_C: Tensor,
-    *,
-    running_mean_C: Tensor,
-    running_var_C: Tensor,
-    momentum: float,
-    eps: float,
-    num_groups: int,
-) -> Tensor:
-    """Return the batch norm of each of `num_groups` equal runs of rows, and update the running statistics by each."""
-    if num_groups == 1 or torch.compiler.is_compiling():  # the compiler fuses the parts with their neighbours
-        outs = [
-            F.batch_norm(x, running_mean_C, running_var_C, weight_C, bias_C, True, momentum, eps)
-            for x in x_BCHW.chunk(num_groups)
-        ]
-        return outs[0] if num_groups == 1 else torch.cat(outs)
-    out_BCHW: Tensor = _GroupedBatchNorm.apply(  # type: ignore[no-untyped-call]
-        x_BCHW, weight_C, bias_C, running_mean_C, running_var_C, momentum, eps, num_groups
-    )
-    return out_BCHW
-
-
 class SynchronizedBatchNorm2d(nn.BatchNorm2d):
     """`nn.BatchNorm2d` over the batch of all ranks in training mode, with the same parameters, buffers and names."""
 
@@ -124,16 +100,13 @@ class SynchronizedBatchNorm2d(nn.BatchNorm2d):
             raise ValueError(f"{len(input)} rows cannot be cut into {num_groups} equal groups")
         self._count(num_groups)
         if not is_distributed():
-            return grouped_batch_norm(
-                input,
-                self.weight,
-                self.bias,
-                running_mean_C=self.running_mean,
-                running_var_C=self.running_var,
-                momentum=self.momentum,
-                eps=self.eps,
-                num_groups=num_groups,
-            )
+            arguments = (self.running_mean, self.running_var, self.weight, self.bias, True, self.momentum, self.eps)
+            if num_groups == 1:
+                return F.batch_norm(input, *arguments)
+            if torch.compiler.is_compiling():  # it fuses the parts with their neighbours
+                return torch.cat([F.batch_norm(x, *arguments) for x in input.chunk(num_groups)])
+            grouped: Tensor = _GroupedBatchNorm.apply(input, self.weight, self.bias, self, num_groups)  # type: ignore[no-untyped-call]
+            return grouped
         out_BCHW, mean_SC, unbiased_SC = synchronized_batch_norm(
             input, self.weight, self.bias, eps=self.eps, num_groups=num_groups
         )
@@ -387,26 +360,15 @@ class _GroupedBatchNorm(torch.autograd.Function):
     """Batch norm of equal runs of rows in one process, whose results are written to the parts of one tensor."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_BCHW: Tensor,
-        weight_C: Tensor,
-        bias_C: Tensor,
-        running_mean_C: Tensor,
-        running_var_C: Tensor,
-        momentum: float,
-        eps: float,
-        num_groups: int,
-    ) -> Tensor:
+    def forward(ctx: Any, x_BCHW: Tensor, weight_C: Tensor, bias_C: Tensor, norm: Any, num_groups: int) -> Tensor:
+        settings = (norm.running_mean, norm.running_var, True, norm.momentum, norm.eps)
         out_BCHW = torch.empty_like(x_BCHW)
         saved = []
         for x, out in zip(x_BCHW.chunk(num_groups), out_BCHW.chunk(num_groups), strict=True):
             mean_C, invstd_C = torch.empty_like(weight_C), torch.empty_like(weight_C)
-            torch.native_batch_norm(
-                x, weight_C, bias_C, running_mean_C, running_var_C, True, momentum, eps, out=(out, mean_C, invstd_C)
-            )
+            torch.native_batch_norm(x, weight_C, bias_C, *settings, out=(out, mean_C, invstd_C))
             saved += [mean_C, invstd_C]
-        ctx.eps = eps
+        ctx.eps = norm.eps
         ctx.save_for_backward(x_BCHW, weight_C, *saved)
         return out_BCHW
 
@@ -427,7 +389,7 @@ class _GroupedBatchNorm(torch.autograd.Function):
                 torch._foreach_add_(total_2C, grads_2C)
             else:
                 total_2C = grads_2C
-        return grad_x_BCHW, *total_2C, *([None] * 5)
+        return grad_x_BCHW, *total_2C, None, None
 
 
 def _normalise(

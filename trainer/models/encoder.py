@@ -59,14 +59,6 @@ class Normalization(Schema):
     mean: tuple[InputMean, ...]
     std: tuple[InputStd, ...]
 
-    @model_validator(mode="after")
-    def _as_many_means_as_deviations(self) -> Self:
-        if len(self.mean) != len(self.std):
-            raise ValueError(
-                f"there are {len(self.mean)} numbers in mean and {len(self.std)} in std; set one for each channel"
-            )
-        return self
-
 
 Option: TypeAlias = bool | int | float | Line  # an argument of a timm model
 
@@ -339,8 +331,8 @@ class Encoder(nn.Module):
         unknown = (math.nan,) * in_channels
         mean, std = (unknown, unknown) if normalization is None else (normalization.mean, normalization.std)
         # Not in checkpoints, because the config or the run's provenance holds them.
-        self.register_buffer("mean_C11", torch.tensor(mean).reshape(-1, 1, 1), persistent=False)
-        self.register_buffer("std_C11", torch.tensor(std).reshape(-1, 1, 1), persistent=False)
+        self.register_buffer("mean_C11", torch.tensor(mean).view(in_channels, 1, 1), persistent=False)
+        self.register_buffer("std_C11", torch.tensor(std).view(in_channels, 1, 1), persistent=False)
 
     def forward(self, views_BCHW: Tensor, num_groups: int = 1) -> Tensor:
         """Return embeddings (B, D) for an objective; they do not have unit length.

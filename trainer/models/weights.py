@@ -14,7 +14,6 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -184,9 +183,8 @@ def fit(
             f"{given.where} does not fit the encoder: {lists}; set the encoder.kind that was trained, or name in "
             "encoder.weights_except the beginnings of names that are not to be taken, such as [conv1.]"
         )
-    is_taken = {start + name for name in wanted}
-    left = Counter(_up_to_a_difference(name, start) for name in found if name not in is_taken)
-    aside = f"; left aside: {_listed([f'{name} ({num})' for name, num in left.items()])}" if left else ""
+    left = [name for name in found if not (name.startswith(start) and name.removeprefix(start) in wanted)]
+    aside = f"; left aside: {_listed(left)}" if left else ""
     return taken, f"{len(taken)} of {len(own)} tensors from {given.where}{start and f', under {start}'}{aside}"
 
 
@@ -241,13 +239,6 @@ def _beginning(counts: Mapping[str, int], given: TrainedWeights) -> str:
             f"encoder.weights_prefix={trained[0]}"
         )
     return trained[0]
-
-
-def _up_to_a_difference(name: str, start: str) -> str:
-    """Return a name up to the end of its first part that the beginning `start` does not have."""
-    parts = name.split(".")
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(parts, start.split("."), strict=False))
-    return ".".join(parts[: 1 + len(list(same))])
 
 
 def _listed(names: Sequence[str]) -> str:
