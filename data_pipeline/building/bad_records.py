@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -15,22 +14,15 @@ logger = logging.getLogger(__name__)
 _NUM_NAMED: Final = 10  # in a sentence
 
 
-def _listing(directory: Path) -> Path:
-    return directory.with_name(f"{directory.name}.bad.txt")
-
-
-def forget_bad(directory: Path) -> None:
-    """Remove the list that an earlier command has written beside a directory."""
-    with suppress(OSError):
-        _listing(directory).unlink()
-
-
 def leave_out(reasons: Sequence[str], directory: Path, *, skip_bad: int) -> None:
-    """List why records cannot be read in the file `DIRECTORY.bad.txt`, and warn of them.
+    """List why records cannot be read in the file `DIRECTORY.bad.txt`, and warn of them; without any, remove the file.
 
     Raises `UserError` if there are more than `skip_bad`.
     """
-    listing = _listing(directory)
+    listing = directory.with_name(f"{directory.name}.bad.txt")
+    if not reasons:
+        listing.unlink(missing_ok=True)
+        return
     listing.parent.mkdir(parents=True, exist_ok=True)
     listing.write_text("".join(f"{reason}\n" for reason in reasons), errors="surrogateescape")
     said = f"{'; '.join(reasons[:_NUM_NAMED])}{'; ...' if len(reasons) > _NUM_NAMED else ''}; see {listing}"

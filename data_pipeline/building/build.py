@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from data_pipeline.building.bad_records import forget_bad, leave_out
+from data_pipeline.building.bad_records import leave_out
 from data_pipeline.building.catalogue import DATASETS, Ingredients, labels_of_overlay, open_dataset
 from data_pipeline.building.datasets import BOTH, NUM_SAMPLES_PER_SHARD, OVERLAY_MODES, SPLITS, TAR_PICTURE_SIZE
 from data_pipeline.building.index_tars import describe_manifest, partial_path, write_index
@@ -137,7 +137,7 @@ def build_dataset(
             source_options=dict(ingredients.source_options),
         )
         bad: Unreadable = {}
-        forget_bad(directory)
+        leave_out([], directory, skip_bad=skip_bad)  # of an earlier command
         while True:
             plan = _plan(
                 ingredients,

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.audio.sound_file import SUFFIXES
-from data_pipeline.building.bad_records import forget_bad, leave_out
+from data_pipeline.building.bad_records import leave_out
 from data_pipeline.building.catalogue import labels_of_overlay, open_picture_overlay
 from data_pipeline.building.datasets import TAR_PICTURE_SIZE
 from data_pipeline.building.locks import locked
@@ -128,9 +128,8 @@ def make_index(
                 progress.advance(note=f"{num_samples} samples")
                 for problem in tar.problems:
                     logger.warning("%s %s", tar.path, problem)
-        forget_bad(out)
-        if bad := [printable(f"{Path(tar.path).name}: {reason}") for tar in tars for reason in tar.bad]:
-            leave_out(bad, out, skip_bad=skip_bad or 0)
+        bad = [printable(f"{Path(tar.path).name}: {reason}") for tar in tars for reason in tar.bad]
+        leave_out(bad, out, skip_bad=skip_bad or 0)
         found = _found_labels(location, tars, fields, classes_of=classes_of)
         labels = {name: LabelEntry(title=name, classes=classes.names) for name, classes in found.items()}
         mean, std = mean_and_std(tars)

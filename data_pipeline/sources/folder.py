@@ -2,61 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import SOURCE_OPTION
-from data_pipeline.core.sample import BASE, NO_LABEL, Record
+from data_pipeline.core.sample import Record
 from data_pipeline.core.schema import ImageSize, Schema
 from data_pipeline.core.value_range import ValueRange
-from data_pipeline.sources import LabelColumn, SourceInputs, first_record
-from data_pipeline.sources.files import Files, Names
+from data_pipeline.sources import SourceInputs, first_record
+from data_pipeline.sources.layout import Layout
 from data_pipeline.sources.picture_file import read_pixels
-from data_pipeline.sources.splits import SplitOptions, open_split
+from data_pipeline.sources.splits import SplitFiles, SplitOptions, open_split
 
 
-class PictureFiles:
+class PictureFiles(SplitFiles):
     """The pictures of one split, and their labels.
 
     Args:
-        files: where the pictures lie.
-        names: the name of each picture in `files`.
-        labels: each label by name; `base` may be among them.
+        found: the records of the split.
+        description: the kind of source, for the manifest.
         image_size: the size to which each picture is brought, as torchvision's `Resize` and `CenterCrop` do; if it is
             None, all must have the size of the first.
         value_range: of files of more than 8 bits; None if there are none, or if they name their own.
-        description: the kind of source, for the manifest.
 
     Reading a record raises `UserError` with the name of the file if it does not decode or has another size.
     """
 
-    title = "picture"
-
     def __init__(
-        self,
-        files: Files,
-        names: Sequence[str],
-        labels: Mapping[str, LabelColumn],
-        *,
-        image_size: int | None,
-        value_range: ValueRange | None = None,
-        description: str,
+        self, found: Layout, description: str, *, image_size: int | None, value_range: ValueRange | None
     ) -> None:
-        self.files, self.image_size, self.value_range, self.description = files, image_size, value_range, description
-        self._names = Names(names)
-        self.more_labels = dict(labels)
-        base = self.more_labels.pop(BASE, None)
-        self.class_names: tuple[str, ...] = () if base is None else base.classes
-        self.labels: NDArray[np.int64] = np.full(len(names), NO_LABEL) if base is None else base.label_N
+        super().__init__(found, description)
+        self.image_size, self.value_range = image_size, value_range
         self._first, self._shape = "", tuple[int, ...]()
-        first = first_record(self, range(len(names)))
+        first = first_record(self, range(len(found.names)))
         self._first, self._shape = first.file, first.content.shape
 
     def name(self, number: int) -> str:
@@ -104,14 +86,11 @@ class Folder:
     @classmethod
     def open(cls, given: SourceInputs) -> PictureFiles:
         options = given.read(FolderOptions)
-        value_range = ValueRange.parse(options.value_range)
-        found = open_split(given, "picture", options)
+        _, found = open_split(given, "picture", options)
         size = "" if options.image_size is None else f", middle {options.image_size}x{options.image_size}"
         return PictureFiles(
-            found.files,
-            found.names,
-            found.labels,
+            found,
+            f"{found.kind}{size}{found.drawn}",
             image_size=options.image_size,
-            value_range=value_range,
-            description=f"{found.kind}{size}{found.drawn}",
+            value_range=ValueRange.parse(options.value_range),
         )

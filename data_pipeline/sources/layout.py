@@ -28,7 +28,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.label_words import MAX_CLASSES, as_number, as_word, choose_classes, normal
 from data_pipeline.core.sample import BASE, Medium
 from data_pipeline.sources import LabelColumn
-from data_pipeline.sources.files import Files, Names, ending_of
+from data_pipeline.sources.files import Files, ending_of
 from data_pipeline.sources.known_layouts import KNOWN_LAYOUTS, TEST, TRAIN, VAL, Found, Look
 from data_pipeline.storage.locations import PICTURE_ENDINGS
 
@@ -65,7 +65,7 @@ class Layout:
     files: Files
     kind: str
     medium: Medium
-    names: Names
+    names: Sequence[str]
     split_N: NDArray[np.str_] | None
     labels: Mapping[str, LabelColumn]
     notes: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -135,7 +135,7 @@ def find_layout(
         files=files,
         kind=found.kind if columns else f"{found.kind} without labels",
         medium=medium,
-        names=Names(found.names),
+        names=found.names,
         split_N=None if found.splits is None else np.array(found.splits),
         labels=columns,
         notes=look.notes,

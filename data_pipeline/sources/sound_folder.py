@@ -8,58 +8,41 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import ClassVar, Final
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
 from data_pipeline.audio.log_mel import mel_config
 from data_pipeline.audio.sound_file import SoundFacts, read_sound, sound_facts
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import BASE, NO_LABEL, Record
+from data_pipeline.core.sample import Record
 from data_pipeline.core.schema import Schema
-from data_pipeline.sources import LabelColumn, SourceInputs
-from data_pipeline.sources.files import Files, Names
-from data_pipeline.sources.splits import SplitOptions, open_split
+from data_pipeline.sources import SourceInputs
+from data_pipeline.sources.layout import Layout
+from data_pipeline.sources.splits import SplitFiles, SplitOptions, open_split
 
 _NUM_SEEN: Final = 2_000  # sounds, evenly spread, by which rate and length are chosen
 _COVERED: Final = 0.95  # of the sounds are no longer than a sample in a batch
 _LEAST_SECONDS, _MOST_SECONDS = 0.5, 5.0  # of a sample, if the user chooses none
 
 
-class SoundFiles:
+class SoundFiles(SplitFiles):
     """The sounds of one split, each decoded to 16 bits and one channel when its record is read, and their labels.
 
     Args:
-        files: where the sounds lie.
-        names: the name of each sound in `files`.
-        labels: each label by name; `base` may be among them.
+        found: the records of the split.
+        description: the kind of source, for the manifest.
         sample_rate: the points a second to which each sound is resampled.
         num_points: the length of a sound in a batch; a record keeps its own.
-        description: the kind of source, for the manifest.
 
     Reading a record raises `UserError` with the name of the file if `read_sound` cannot read it.
     """
 
-    def __init__(
-        self,
-        files: Files,
-        names: Sequence[str],
-        labels: Mapping[str, LabelColumn],
-        *,
-        sample_rate: int,
-        num_points: int,
-        description: str,
-    ) -> None:
-        self.files, self.sample_rate, self.num_points, self.description = files, sample_rate, num_points, description
-        self._names = Names(names)
-        self.more_labels = dict(labels)
-        base = self.more_labels.pop(BASE, None) or LabelColumn("sound", (), np.full(len(names), NO_LABEL))
-        self.title, self.class_names = base.title, base.classes
-        self.labels: NDArray[np.int64] = base.label_N
+    def __init__(self, found: Layout, description: str, *, sample_rate: int, num_points: int) -> None:
+        super().__init__(found, description)
+        self.sample_rate, self.num_points = sample_rate, num_points
 
     def __getitem__(self, number: int) -> Record:
         name = self._names[number]
@@ -91,22 +74,16 @@ class SoundFolder:
     def open(cls, given: SourceInputs) -> SoundFiles:
         """Return the sounds of one split. Raises `UserError` if there are none, or as `open_split` does."""
         options = given.read(SoundFolderOptions)
-        split = open_split(given, "sound", options)
-        sample_rate, num_points = _rate_and_length(split.files, split.all_names, options)
+        layout, found = open_split(given, "sound", options)
+        sample_rate, num_points = _rate_and_length(layout, options)
         mel_config(sample_rate, num_points)  # raises if there is no spectrogram of such sounds
-        return SoundFiles(
-            split.files,
-            split.names,
-            split.labels,
-            sample_rate=sample_rate,
-            num_points=num_points,
-            description=f"{split.kind} of sounds, {num_points} points at {sample_rate} a second{split.drawn}",
-        )
+        described = f"{found.kind} of sounds, {num_points} points at {sample_rate} a second{found.drawn}"
+        return SoundFiles(found, described, sample_rate=sample_rate, num_points=num_points)
 
 
-def _rate_and_length(files: Files, names: Names, options: SoundFolderOptions) -> tuple[int, int]:
+def _rate_and_length(layout: Layout, options: SoundFolderOptions) -> tuple[int, int]:
     """Return the rate of all sounds and the number of points of one in a batch, as the user or most sounds have it."""
-    sample_rate, seconds = options.sample_rate, options.seconds
+    sample_rate, seconds, files, names = options.sample_rate, options.seconds, layout.files, layout.names
     if sample_rate is not None and seconds is not None:
         return sample_rate, round(seconds * sample_rate)
     facts, reason = list[SoundFacts](), ""

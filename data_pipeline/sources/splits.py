@@ -8,9 +8,9 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Final
@@ -22,11 +22,10 @@ from pydantic import Field
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import SOURCE_OPTION
 from data_pipeline.core.progress import Progress
-from data_pipeline.core.sample import BASE, Medium
+from data_pipeline.core.sample import BASE, NO_LABEL, Medium
 from data_pipeline.core.schema import Schema
 from data_pipeline.core.system import num_cores
 from data_pipeline.sources import LabelColumn, SourceInputs
-from data_pipeline.sources.files import Files, Names
 from data_pipeline.sources.known_layouts import TEST, TRAIN
 from data_pipeline.sources.layout import Layout, find_layout
 from data_pipeline.sources.places import open_files
@@ -52,23 +51,26 @@ class SplitOptions(Schema):
     test_fold: int = Field(5, ge=1, exclude=True)
 
 
-@dataclass(frozen=True)
-class Split:
-    """The records of one split: their names in `files`, their labels, and in words the layout and what was drawn.
+class SplitFiles:
+    """The files of one split, which a subclass reads, and their labels.
 
-    `all_names` are those of all splits.
+    Args:
+        found: the records of the split.
+        description: the kind of source, for the manifest.
     """
 
-    files: Files
-    all_names: Names
-    names: Names
-    labels: Mapping[str, LabelColumn]
-    kind: str
-    drawn: str
+    def __init__(self, found: Layout, description: str) -> None:
+        self.files, self.description = found.files, description
+        self._names = found.names
+        self.more_labels = dict(found.labels)
+        no_label = LabelColumn(found.medium, (), np.full(len(found.names), NO_LABEL))
+        base = self.more_labels.pop(BASE, no_label)
+        self.title, self.class_names = base.title, base.classes
+        self.labels: NDArray[np.int64] = base.label_N
 
 
-def open_split(given: SourceInputs, medium: Medium, options: SplitOptions) -> Split:
-    """Return the records of the split of a build, and log what was left out and assumed.
+def open_split(given: SourceInputs, medium: Medium, options: SplitOptions) -> tuple[Layout, Layout]:
+    """Return the records of all splits and those of the split of a build; log what was left out and assumed.
 
     Without labels, a split and a share, all records are for training. Raises the errors of `find_layout` and
     `draw_split`, and `UserError` if the split is empty, or if nothing says the splits.
@@ -96,14 +98,9 @@ def open_split(given: SourceInputs, medium: Medium, options: SplitOptions) -> Sp
             f"hold the same {medium}s; make these two folders, or give {SOURCE_OPTION} test_share=0.2 to both "
             "builds, which draws a test split"
         )
-    return Split(
-        layout.files,
-        layout.names,
-        Names(layout.names[number] for number in chosen_N.tolist()),
-        {name: LabelColumn(each.title, each.classes, each.label_N[chosen_N]) for name, each in layout.labels.items()},
-        layout.kind,
-        layout.drawn,
-    )
+    labels = {name: replace(each, label_N=each.label_N[chosen_N]) for name, each in layout.labels.items()}
+    names = [layout.names[number] for number in chosen_N.tolist()]
+    return layout, replace(layout, names=names, split_N=None, labels=labels)
 
 
 def draw_split(layout: Layout, *, test_share: float, seed: int) -> Layout:

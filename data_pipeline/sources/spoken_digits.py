@@ -7,6 +7,7 @@ has six speakers and 3,000 files of 8 kHz in the folder `recordings`.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Final, Self
 
@@ -53,13 +54,12 @@ class SpokenDigits(SoundFiles):
         self.speakers = {speaker for speaker, *_ in takes}
         chosen = sorted(take for take in takes if (take[0] in test_speakers) == (split == "test"))
         digit_N = np.array([digit for _, digit, *_ in chosen], dtype=np.int64)
+        labels = {BASE: LabelColumn("spoken digit", tuple("0123456789"), digit_N)}
         super().__init__(
-            layout.files,
-            [name for *_, name in chosen],
-            {BASE: LabelColumn("spoken digit", tuple("0123456789"), digit_N)},
+            replace(layout, names=[name for *_, name in chosen], labels=labels),
+            description,
             sample_rate=self.mel.sample_rate,
             num_points=self.mel.num_points,
-            description=description,
         )
 
 
