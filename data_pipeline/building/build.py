@@ -17,7 +17,7 @@ import hashlib
 import json
 import logging
 import shutil
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -299,18 +299,17 @@ def _readable(made: Iterable[T | Unreadable]) -> Iterator[T]:
 
 def _make_tars(plan: BuildPlan, *, title: str, num_workers: int) -> list[MadeTar]:
     """Write all tars."""
-    tars = []
+    tars, files_of = [], defaultdict[str, list[str]](list)
     made = run_all(make_tar, plan, range(plan.num_shards), num_workers=num_workers)
-    counts, examples = Counter[str](), dict[str, list[str]]()
     with closing(made), Progress(title, total=plan.num_samples) as progress:
         for tar in _readable(made):
             tars.append(tar)
             for remark, files in tar.files_of_remark.items():
-                counts[remark] += len(files)
-                examples[remark] = (examples.get(remark, []) + files)[:_NUM_NAMED]
+                files_of[remark] += files
             progress.advance(tar.scanned.num_samples)
-    for remark, files in examples.items():
-        logger.warning("%d of %d files: it %s (%s)", counts[remark], len(plan.order), remark, ", ".join(files))
+    for remark, files in files_of.items():
+        named = ", ".join(files[:_NUM_NAMED])
+        logger.warning("%d of %d files: it %s (%s)", len(files), len(plan.order), remark, named)
     return tars
 
 

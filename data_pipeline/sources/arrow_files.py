@@ -92,13 +92,21 @@ class ArrowFiles(Files):
 
     def find(self, others: dict[str, str]) -> Iterator[str]:
         for split, paths in self._splits.items():
-            names = (name for path in paths for name in self._names_in(path))
-            given = names if self._has_names else repeat(None, len(self._contents_of(split)))
-            yield from (f"{split}/{row:08d}{ending_of(name or '') or self._ending}" for row, name in enumerate(given))
+            names: Iterable[str | None]
+            if self._has_names:
+                tables = (self._read(path, f"{self._column}.path") for path in paths)
+                names = (name for each in tables for name in self._compute.struct_field(each, "path").to_pylist())
+            else:
+                names = repeat(None, len(self._contents_of(split)))
+            yield from (f"{split}/{row:08d}{ending_of(name or '') or self._ending}" for row, name in enumerate(names))
 
     def read(self, name: str) -> bytes:
         split, _, number = name.partition("/")
-        return self._row(split, int(number.partition(".")[0]))
+        row = self._contents_of(split)[int(number.partition(".")[0])].as_py()
+        content = row["bytes"] if isinstance(row, dict) else row
+        if content is None:
+            raise ValueError(f"its row has no bytes, only {row}; save the dataset with the bytes of its files")
+        return bytes(content)
 
     @cached_property
     def columns(self) -> dict[str, list[str]]:
@@ -112,10 +120,6 @@ class ArrowFiles(Files):
         if (classes := self.classes.get(name)) is not None:
             return ("" if number is None or number < 0 else classes[number] for number in column.to_pylist())
         return map(as_word, column.cast(self._arrow.string()).to_pylist())
-
-    def _names_in(self, path: Path) -> Iterator[str | None]:
-        """Yield what each row of a table calls its file; None if it has no name."""
-        yield from self._compute.struct_field(self._read(path, f"{self._column}.path"), "path").to_pylist()
 
     def _read(self, path: Path, column: str) -> Any:
         """Return a column of a table, or a field of it in a Parquet file, with all rows; nulls if there is none."""
@@ -136,13 +140,6 @@ class ArrowFiles(Files):
             return self._arrow.ipc.open_stream(self._arrow.memory_map(str(path))).read_all()
         except (OSError, self._arrow.ArrowInvalid) as error:
             raise UserError(f"{path} cannot be read ({error}); copy or download it again") from None
-
-    def _row(self, split: str, number: int) -> bytes:
-        row = self._contents_of(split)[number].as_py()
-        content = row["bytes"] if isinstance(row, dict) else row
-        if content is None:
-            raise ValueError(f"its row has no bytes, only {row}; save the dataset with the bytes of its files")
-        return bytes(content)
 
     def _contents_of(self, split: str) -> Any:
         """Return the column of files of a split, mapped into memory."""

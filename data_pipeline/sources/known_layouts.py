@@ -205,29 +205,23 @@ def _files_beside(look: Look) -> Found | None:
     if not there:
         return None
     stems = [name[: len(name) - len(ending_of(name))] for name in look.names]
-
-    def texts_of(ending: str) -> list[str]:
-        return [look.text(stem + ending).strip() if stem + ending in there else "" for stem in stems]
-
     words: dict[str, list[str]] = {}
-    used = []
-    if any(texts := texts_of(".json")):
-        where = f"the .json beside each {look.medium} of {look.files.root}"
-        try:
-            words = label_columns(where, words_of(where, [json.loads(text or "{}") for text in texts]))
-        except (json.JSONDecodeError, AttributeError, TypeError) as error:
-            raise UserError(f"{where} is not an object of JSON ({error}); mend or remove it") from None
-        used.append(".json")
-    if any(texts := texts_of(".cls")):
-        words[BASE] = texts
-        used.append(".cls")
-    elif any(texts := texts_of(".txt")) and _are_classes(texts):
-        words[BASE] = texts
-        used.append(".txt")
-    if not used:
-        return None
-    look.beside = [name for name in look.beside if not name.endswith(tuple(used))]
-    return Found("folder with files of labels", look.names, words)
+    for ending in (".cls", ".txt", ".json"):
+        if ending == ".txt" and words:  # captions
+            continue
+        texts = [look.text(stem + ending).strip() if stem + ending in there else "" for stem in stems]
+        if not any(texts) or (ending == ".txt" and not _are_classes(texts)):
+            continue
+        if ending == ".json":
+            where = f"the .json beside each {look.medium} of {look.files.root}"
+            try:
+                words = label_columns(where, words_of(where, [json.loads(text or "{}") for text in texts])) | words
+            except (json.JSONDecodeError, AttributeError, TypeError) as error:
+                raise UserError(f"{where} is not an object of JSON ({error}); mend or remove it") from None
+        else:
+            words[BASE] = texts
+        look.beside = [name for name in look.beside if not name.endswith(ending)]
+    return Found("folder with files of labels", look.names, words) if words else None
 
 
 def _are_classes(texts: Sequence[str]) -> bool:
