@@ -136,13 +136,6 @@ def gather_clips(flat_X: Tensor, start_B: Tensor, length_B: Tensor, num_points: 
     if flat_X.device.type == "cpu":  # slices are several times faster there than an index for every point
         ranges = zip(start_B.tolist(), length_B.tolist(), strict=True)
         return fit_length([flat_X[start : start + length] for start, length in ranges], num_points, last_B=last_B)
-    return gather_clips_by_index(flat_X, start_B, length_B, num_points, last_B=last_B)
-
-
-def gather_clips_by_index(
-    flat_X: Tensor, start_B: Tensor, length_B: Tensor, num_points: int, *, last_B: Tensor
-) -> Tensor:
-    """Do `gather_clips` with one gather and no loop over the batch: the way for an accelerator."""
     first_B = start_B + (length_B - num_points).clamp(min=0) * last_B
     point_T = torch.arange(num_points, device=flat_X.device)
     waveforms_BT = flat_X[(first_B[:, None] + point_T).clamp_(max=flat_X.numel() - 1)]

@@ -11,7 +11,6 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,13 +121,8 @@ def without_data(tensor: Tensor) -> Tensor:
 
 def filters_on_the_gpu(mel: MelConfig) -> Callable[..., Any]:
     """Return the filters of a spectrogram, which are made once, from numbers."""
-    real = log_mel._filters(mel, torch.device("cpu"), torch.float32)
-
-    def filters(*_: object) -> Any:
-        banks = tuple(replace(bank, weights_XM=without_data(bank.weights_XM)) for bank in real.banks)
-        return replace(real, window_W=without_data(real.window_W), banks=banks)
-
-    return filters
+    window_W, banks = log_mel._filters(mel, torch.device("cpu"), torch.float32)
+    return lambda *_: (without_data(window_W), [(*bounds, without_data(weights_XM)) for *bounds, weights_XM in banks])
 
 
 def on_the_gpu(module: nn.Module) -> None:

@@ -218,9 +218,8 @@ class Waveform(nn.Module):
         for first in range(0, len(waveforms_BT), size):
             rows = slice(first, first + size)
             part_keys, part_draws = keys.rows(rows), rows_of(draws, rows)
-            part_BT = views_BT[rows]
-            noise_BT = self._noise(part_keys, waveforms_BT.dtype, out_BT=part_BT)
-            crop_and_add_by_row(self._change(waveforms_BT[rows], part_draws), noise_BT, part_draws, out_BT=part_BT)
+            noise_BT = self._noise(part_keys, waveforms_BT.dtype)
+            views_BT[rows] = crop_and_add(self._change(waveforms_BT[rows], part_draws), noise_BT, part_draws)
         return views_BT
 
     def _change(self, waveforms_BT: Tensor, draws: WaveformDraws) -> Tensor:
@@ -228,11 +227,11 @@ class Waveform(nn.Module):
             return waveforms_BT
         return change_speed_and_pitch(waveforms_BT, draws.speed_B, draws.pitch_B, highest=self.config.highest)
 
-    def _noise(self, keys: DrawKeys, dtype: torch.dtype, *, out_BT: Tensor | None = None) -> Tensor | None:
+    def _noise(self, keys: DrawKeys, dtype: torch.dtype) -> Tensor | None:
         if not self.config.noise_std:
             return None
         normal_BK = _normals(keys, self.mel.num_points // 2 + 1, purpose=_WHITE_NOISE).to(dtype)
-        return white_noise(normal_BK, self.mel.num_points, std=self.config.noise_std, out_BT=out_BT)
+        return white_noise(normal_BK, self.mel.num_points, std=self.config.noise_std)
 
 
 def clean_spectrogram(waveforms_BT: Tensor, mel: MelConfig) -> Tensor:
@@ -312,7 +311,7 @@ def draw_waveform(config: WaveformConfig, keys: DrawKeys, *, num_points: int) ->
     )
 
 
-def white_noise(normal_BK: Tensor, num_points: int, *, std: float, out_BT: Tensor | None = None) -> Tensor:
+def white_noise(normal_BK: Tensor, num_points: int, *, std: float) -> Tensor:
     """Return mirrored noise, (B, T = num_points), from standard normal numbers, (B, K = T // 2 + 1).
 
     It has the distribution of the published noise, the inverse Fourier transform of as many real normal numbers: it is
@@ -320,11 +319,10 @@ def white_noise(normal_BK: Tensor, num_points: int, *, std: float, out_BT: Tenso
     the middle point, which are their own mirror images).
 
     No transform is computed. With independent points, the constant part and the part that alternates from point to
-    point would have twice the variance of the published noise, so both are scaled down. The result is written to
-    `out_BT` if it is given.
+    point would have twice the variance of the published noise, so both are scaled down.
     """
     num_half = normal_BK.shape[1]
-    noise_BT = normal_BK.new_empty(len(normal_BK), num_points) if out_BT is None else out_BT
+    noise_BT = normal_BK.new_empty(len(normal_BK), num_points)
     half_BK = torch.mul(normal_BK, std, out=noise_BT[:, :num_half])
     # Even points and odd points have separate means: a pair of them is one complex number.
     if num_points % 2:
@@ -350,26 +348,6 @@ def crop_and_add(waveforms_BT: Tensor, noise_BT: Tensor | None, draws: WaveformD
         return cropped_BT
     is_whole_B1 = (~draws.crops_last_B)[:, None].to(waveforms_BT.dtype)
     return cropped_BT.addcmul_(noise_BT, kept_BT.clamp_(min=is_whole_B1))
-
-
-def crop_and_add_by_row(waveforms_BT: Tensor, noise_BT: Tensor | None, draws: WaveformDraws, *, out_BT: Tensor) -> None:
-    """Do `crop_and_add` for one waveform after the other, on a CPU, only on the points that are kept.
-
-    This is several times as fast. The result is written to `out_BT`, which may be the memory of the noise, but not of
-    the waveforms.
-    """
-    if noise_BT is None:
-        out_BT.zero_()
-    elif noise_BT is not out_BT:
-        out_BT.copy_(noise_BT)
-    clears_B = draws.crops_last_B if noise_BT is not None else torch.zeros_like(draws.crops_last_B)
-    ranges = zip(draws.first_B.tolist(), (draws.first_B + draws.length_B).tolist(), clears_B.tolist(), strict=True)
-    # NumPy views of the same memory: a slice takes a fifth of torch's time.
-    for view_T, waveform_T, (first, end, clears) in zip(out_BT.numpy(), waveforms_BT.numpy(), ranges, strict=True):
-        view_T[first:end] += waveform_T[first:end]
-        if clears:
-            view_T[:first] = 0
-            view_T[end:] = 0
 
 
 def _normals(keys: DrawKeys, num: int, *, purpose: int) -> Tensor:

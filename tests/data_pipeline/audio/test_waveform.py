@@ -19,7 +19,6 @@ from data_pipeline.audio.waveform import (
     encode_wav,
     fit_length,
     gather_clips,
-    gather_clips_by_index,
     resample,
     to_float,
 )
@@ -109,10 +108,9 @@ def test_one_length_from_clips_and_from_one_flat_tensor(
     assert waveforms_BT.dtype == dtype
     assert waveforms_BT.tolist() == expected
     order_B = torch.randperm(len(rows), generator=torch.Generator().manual_seed(len(rows)))
-    for gather in (gather_clips, gather_clips_by_index):
-        gathered_BT = gather(flat_X, start_B[order_B], length_B[order_B], num_points, last_B=last_B[order_B])
-        assert gathered_BT.dtype == dtype
-        assert torch.equal(gathered_BT, waveforms_BT[order_B])
+    gathered_BT = gather_clips(flat_X, start_B[order_B], length_B[order_B], num_points, last_B=last_B[order_B])
+    assert gathered_BT.dtype == dtype
+    assert torch.equal(gathered_BT, waveforms_BT[order_B])
 
 
 def test_the_crop_is_a_fair_coin_of_the_key() -> None:

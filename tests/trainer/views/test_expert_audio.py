@@ -23,8 +23,6 @@ from trainer.views.expert_audio import (
     Waveform,
     WaveformConfig,
     clean_spectrogram,
-    crop_and_add,
-    crop_and_add_by_row,
     draw_masks,
     draw_waveform,
     mask_power,
@@ -140,17 +138,6 @@ def test_white_noise_has_the_law_of_numpys_inverse_transform(num_points: int) ->
     ours = white_noise(torch.from_numpy(numbers), num_points, std=num_points**-0.5).numpy()
     theirs = np.fft.irfft(numbers, n=num_points)
     np.testing.assert_allclose(ours.T @ ours, theirs.T @ theirs, rtol=0, atol=1e-15)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_cropping_by_row_equals_cropping_at_once(dtype: torch.dtype) -> None:
-    x, noise = sounds(24, FSDD, dtype), sounds(24, FSDD, dtype).flip(0)
-    draws = draw_waveform(WaveformConfig(), keys(24), num_points=FSDD.num_points)
-    assert 0 < int(draws.crops_last_B.sum()) < 24
-    for added in (noise, None):
-        by_row = torch.full_like(x, torch.nan)
-        crop_and_add_by_row(x, added, draws, out_BT=by_row)
-        assert torch.equal(by_row, crop_and_add(x, added, draws))
 
 
 @MELS
