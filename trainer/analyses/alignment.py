@@ -110,7 +110,7 @@ def measure(loaded: LoadedRun, config: AlignmentConfig) -> tuple[AlignmentResult
                     loaded.test.labels(label)[rows[1]].to(loaded.device),
                     class_names=loaded.train.class_names(label),
                 )
-                for label in loaded.label_spaces()
+                for label in loaded.test.class_labels
                 if (loaded.train.labels(label)[rows[0]] != NO_LABEL).any()
                 and (loaded.test.labels(label)[rows[1]] != NO_LABEL).any()
             },

@@ -21,7 +21,7 @@ from data_pipeline.core.schema import Schema
 from trainer.config import RunConfig, read_run_config
 from trainer.modules import TrainedModules
 from trainer.pretrained import load_modules, warn_of_other_data
-from trainer.probes.features import LabelSpace, Pictures, extract, frozen, read_pictures, read_train
+from trainer.probes.features import Pictures, extract, frozen, read_pictures, read_train
 from trainer.probes.view_batches import view_batches
 from trainer.run_dir import RunDir, write_atomically, write_json
 
@@ -102,10 +102,6 @@ class LoadedRun:
                 "pictures"
             )
         return test
-
-    def label_spaces(self) -> tuple[LabelSpace, ...]:
-        """Return the labels of the samples that are classes, such as `base`, and `overlay` if something was drawn."""
-        return self.test.class_labels
 
     def choose_rows(self, pictures: Pictures, num: int) -> Tensor:
         """Draw rows of `num` of the samples, or of all if there are fewer; (num,) int64, ascending."""

@@ -25,7 +25,7 @@ from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import CountOrZero, Measured, Schema, drawn, shown
 from trainer.analyses.analysis import Analysis, LoadedRun
 from trainer.analyses.dip import Floats, dip, dip_p_value, uniform_dips
-from trainer.analyses.views import Change, mean_change, ratio
+from trainer.analyses.views import mean_change, ratio
 from trainer.observability.figures import to_png
 from trainer.probes.features import LabelSpace, frozen
 from trainer.probes.heads import Heads, read_heads
@@ -256,7 +256,7 @@ def _judge(
     loaded = policy.loaded
     labels = {
         space: loaded.test.labels(space)[rows_N].to(loaded.device)
-        for space in loaded.label_spaces()
+        for space in loaded.test.class_labels
         if all(space in judge.heads.by_label for judge in judges)
         and (loaded.test.labels(space)[rows_N] != NO_LABEL).any()
     }
@@ -285,7 +285,7 @@ def _judge(
         uniform = uniform_dips(len(probability_N), num_draws=config.num_uniform_samples, seed=seed)
         return describe(probability_N, num_bins=config.num_bins, uniform_dips_D=uniform)
 
-    change = mean_change(torch.cat(changes).cpu(), torch.cat(masks)) if masks else Change(0.0, None, None)
+    change, in_box, in_object = mean_change(torch.cat(changes).cpu(), torch.cat(masks)) if masks else (0.0, None, None)
     plain_NF, heads = torch.cat(plain), policy.heads.by_label
     run = JudgedRun(
         name=policy.name,
@@ -294,8 +294,8 @@ def _judge(
         classifier=policy.heads.made_by,
         accuracy={space: accuracy(heads[space].classes(plain_NF), label_N) for space, label_N in labels.items()},
         without_views={space: probabilities(heads[space], plain_NF, label_N) for space, label_N in labels.items()},
-        selectivity_box=ratio(change.in_box, change.overall),
-        selectivity_object=ratio(change.in_object, change.overall),
+        selectivity_box=ratio(in_box, change),
+        selectivity_object=ratio(in_object, change),
     )
     judgements = []
     for judge in judges:

@@ -86,7 +86,7 @@ def measure(loaded: LoadedRun, config: FiltersConfig) -> tuple[FiltersResult, by
         num_channels=pooled.shape[1],
         sparsity=sparsity,
         colour_r2=explained_share(colour_NC, pooled),
-        silhouette={space: silhouette(unit, test.labels(space)[rows_N].numpy()) for space in loaded.label_spaces()},
+        silhouette={space: silhouette(unit, test.labels(space)[rows_N].numpy()) for space in test.class_labels},
         shown=shown,
         **loaded.facts,
     )

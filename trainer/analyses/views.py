@@ -11,8 +11,6 @@ Shapes: N pictures, B batch, C channels, H height, W width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -56,15 +54,6 @@ class ViewsResult(Schema):
     test_manifest_sha256: str
 
 
-@dataclass(frozen=True)
-class Change:
-    """Mean absolute change, everywhere and on the box and the object of the mask; None if the mask has none."""
-
-    overall: float
-    in_box: float | None
-    in_object: float | None
-
-
 def measure_views(loaded: LoadedRun, config: ViewsAnalysisConfig) -> tuple[ViewsResult, bytes]:
     """Return the numbers and the grid as PNG. Raises `UserError` if data is missing."""
     modules, test, seed, device = loaded.modules, loaded.test, loaded.seed, loaded.device
@@ -72,18 +61,18 @@ def measure_views(loaded: LoadedRun, config: ViewsAnalysisConfig) -> tuple[Views
     measured = torch.arange(len(test))[: config.num_pictures]
     batches = view_batches(policy, test, measured, seed=seed, view=0, device=device)
     masks_NHW = test.masks(measured)
-    change = mean_change(torch.cat([batch.change() for batch in batches]).cpu(), masks_NHW)
+    change, in_box, in_object = mean_change(torch.cat([batch.change() for batch in batches]).cpu(), masks_NHW)
     shown = choose_pictures(test, config.num_shown)
     grid, gain = view_grid(policy, test, shown, seed=seed, device=device)
     result = ViewsResult(
         checkpoint_step=modules.step,
         views=modules.config.views.kind,
         num_pictures=len(measured),
-        change=change.overall,
-        change_in_box=change.in_box,
-        change_in_object=change.in_object,
-        selectivity_box=ratio(change.in_box, change.overall),
-        selectivity_object=ratio(change.in_object, change.overall),
+        change=change,
+        change_in_box=in_box,
+        change_in_object=in_object,
+        selectivity_box=ratio(in_box, change),
+        selectivity_object=ratio(in_object, change),
         difference_gain=gain,
         shown=tuple(test.index_N[shown].tolist()),
         test_manifest_sha256=test.manifest.sha256,
@@ -94,8 +83,11 @@ def measure_views(loaded: LoadedRun, config: ViewsAnalysisConfig) -> tuple[Views
 ANALYSIS = Analysis("views", ViewsAnalysisConfig, measure_views)
 
 
-def mean_change(change_NHW: Tensor, masks_NHW: Tensor | None) -> Change:
-    """Return the mean change of all pixels, of those in the box (mask >= `MASK_BOX`) and of those of the object."""
+def mean_change(change_NHW: Tensor, masks_NHW: Tensor | None) -> tuple[float, float | None, float | None]:
+    """Return the mean change of all pixels, of those in the box (mask >= `MASK_BOX`) and of those of the object.
+
+    The last two are None if the masks have none.
+    """
 
     def inside(level: int) -> float | None:
         if masks_NHW is None:
@@ -103,7 +95,7 @@ def mean_change(change_NHW: Tensor, masks_NHW: Tensor | None) -> Change:
         chosen = change_NHW[masks_NHW >= level]
         return chosen.mean().item() if len(chosen) else None
 
-    return Change(overall=change_NHW.mean().item(), in_box=inside(MASK_BOX), in_object=inside(MASK_OBJECT))
+    return change_NHW.mean().item(), inside(MASK_BOX), inside(MASK_OBJECT)
 
 
 def ratio(part: float | None, whole: float) -> float | None:

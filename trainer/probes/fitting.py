@@ -25,10 +25,10 @@ from trainer.probes.linear import (
     LinearResult,
     ProbeConfig,
     Target,
+    accuracy,
     check_finite,
     check_ranks,
     drawn_batches,
-    finite_accuracy,
     fit_linear_probe,
     stored_batches,
 )
@@ -122,7 +122,7 @@ def _fit(
     for space, target in targets.items():
         knn_N = knn_classes(bank_NC, queries_NC, target, num_neighbors=neighbors[space])
         if target.numbers is None:
-            probe, of_knn = linear[space], finite_accuracy(knn_N, target.test_N, name=space)
+            probe, of_knn = linear[space], check_finite(accuracy(knn_N, target.test_N), name=space)
             predicted = {"linear": probe.predicted_N, "knn": knn_N}
             fitted[space] = Fitted(target, probe.result, of_knn, neighbors[space], predicted, head=probe.head)
             continue

@@ -139,15 +139,6 @@ class LinearHead:
 
 
 @dataclass(frozen=True)
-class LinearProbe:
-    """The result of a probe, and of its last epoch the head and the classes that it gives to the test samples, (N,)."""
-
-    result: LinearResult
-    head: LinearHead
-    predicted_N: Tensor
-
-
-@dataclass(frozen=True)
 class Target:
     """One label to predict: class numbers of the train pictures (N,) and of the test pictures, int64.
 
@@ -207,11 +198,6 @@ def accuracy(class_N: Tensor, label_N: Tensor) -> float:
     return int((class_N == label_N).sum()) / num_labelled(label_N)  # a class is never `NO_LABEL`
 
 
-def finite_accuracy(class_N: Tensor, label_N: Tensor, *, name: str) -> float:
-    """Return the `accuracy` on a label of a test set. Raises `UserError` if scores are not finite."""
-    return check_finite(accuracy(class_N, label_N), name=name)
-
-
 def check_finite(value: float, *, name: str) -> float:
     """Return a result of the label `name`. Raises `UserError` if it is nan."""
     if math.isnan(value):
@@ -262,7 +248,7 @@ def fit_linear_probe(
     `batches(epoch)` yields the steps of an epoch. `test_features()` returns (N_test, F) and is called after each epoch.
     Shows the progress with the test accuracies. Raises `UserError` if a head diverges, or if features are not finite.
     """
-    heads: dict[LabelSpace, _Head] = {}
+    heads: dict[LabelSpace, LinearProbe] = {}
     with Progress("epochs of the linear probe", total=config.num_epochs, enabled=rank() == 0) as progress:
         for epoch in range(config.num_epochs):
             learning_rate = config.learning_rate * 0.1 ** sum(
@@ -270,7 +256,7 @@ def fit_linear_probe(
             )
             for batch in batches(epoch):
                 if not heads:
-                    heads = {name: _Head(target, batch.features_BF, config) for name, target in targets.items()}
+                    heads = {name: LinearProbe(target, batch.features_BF, config) for name, target in targets.items()}
                 for name, head in heads.items():
                     head.step(batch.features_BF, batch.labels[name], learning_rate=learning_rate)
             test_NF = test_features()
@@ -278,7 +264,7 @@ def fit_linear_probe(
                 head.end_epoch(name, test_NF, targets[name].test_N)
             shown = (f"label_{name} {100 * head.test_accuracy[-1]:.1f} %" for name, head in heads.items())
             progress.advance(note=", ".join(shown))
-    return {name: head.probe() for name, head in heads.items()}
+    return heads
 
 
 def drawn_batches(
@@ -373,8 +359,14 @@ def epoch_rows(num: int, *, epoch: int, config: ProbeConfig, device: torch.devic
     return torch.split(order[: num - num % batch_size].to(device), batch_size)
 
 
-class _Head:
-    """Weights, momentum and accuracies by epoch of one target."""
+class LinearProbe:
+    """The head of one target while it is trained, its accuracies by epoch, and the test classes of the last one.
+
+    Attributes:
+        predicted_N: the classes that the head gave to the test samples at the end of the last epoch, (N,) int64.
+    """
+
+    predicted_N: Tensor
 
     def __init__(self, target: Target, like_BF: Tensor, config: ProbeConfig) -> None:
         device, num_features = like_BF.device, like_BF.shape[1]
@@ -437,18 +429,17 @@ class _Head:
         self._num_right.zero_()
         self._loss.zero_()
         self._num_seen = 0
-        self._predicted_N = self._frozen.classes(test_NF)
-        self.test_accuracy.append(finite_accuracy(self._predicted_N, test_label_N, name=name))
+        self.predicted_N = self.head.classes(test_NF)
+        self.test_accuracy.append(check_finite(accuracy(self.predicted_N, test_label_N), name=name))
 
-    def probe(self) -> LinearProbe:
-        """Return the result after the last epoch."""
-        result = LinearResult(
+    @property
+    def result(self) -> LinearResult:
+        return LinearResult(
             accuracy=self.test_accuracy[-1],
             accuracy_by_epoch=tuple(self.test_accuracy),
             train_accuracy_by_epoch=tuple(self.train_accuracy),
         )
-        return LinearProbe(result, self._frozen, self._predicted_N)
 
     @property
-    def _frozen(self) -> LinearHead:
+    def head(self) -> LinearHead:
         return LinearHead(self._weight_KF.detach(), self._bias_K.detach())

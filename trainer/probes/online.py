@@ -13,8 +13,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +23,7 @@ from trainer.data import DataConfig
 from trainer.models.activation_checkpointing import buffers_untouched
 from trainer.models.batch_norm import share_running_statistics
 from trainer.models.encoder import Encoder
-from trainer.probes.features import TRAIN_DRAW, LabelSpace, Pictures, extract, frozen, read_some
+from trainer.probes.features import TRAIN_DRAW, Pictures, extract, frozen, read_some
 from trainer.probes.knn import knn_classes, neighbors_of
 from trainer.probes.linear import ProbeConfig, Target, accuracy, best_classes
 from trainer.probes.targets import label_targets
@@ -142,19 +140,3 @@ def online_probe(
         return None
     dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(precision, torch.float32)
     return OnlineProbe(encoder, train=train, test=test, device=device, dtype=dtype, config=config)
-
-
-def online_readings(metrics: Iterable[Mapping[str, Any]]) -> Iterator[tuple[LabelSpace, str, int, float]]:
-    """Yield the label, the readout, the step and the accuracy of each online probe in the entries of metrics.jsonl.
-
-    Readouts are "online_knn" and "online_ridge".
-
-    Examples:
-        >>> list(online_readings([{"step": 4, "loss": 1.0, "probe/base/knn": 0.5, "probe/seconds": 2.0}]))
-        [('base', 'online_knn', 4, 0.5)]
-    """
-    for entry in metrics:
-        for name, value in entry.items():
-            match name.split("/"):
-                case "probe", label, "knn" | "ridge" as readout if isinstance(value, int | float):
-                    yield label, f"online_{readout}", entry["step"], float(value)

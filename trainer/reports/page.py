@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import functools
-import json
 import math
 import re
 import statistics
@@ -20,7 +19,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from data_pipeline.core.schema import flatten
+from data_pipeline.core.schema import as_typed, flatten
 from trainer.provenance import facts_of_starts
 from trainer.reports.charts import color_of, curves, sweep_charts
 from trainer.reports.comparison import Comparison, Encoder, Score, compare
@@ -201,7 +200,7 @@ def differences(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     A section that some configs have other settings in is one row.
     """
     names = encoder_names(runs)
-    flat = {run.name: {key: _plain(value) for key, value in flatten(run.config).items()} for run in runs}
+    flat = {run.name: {key: as_typed(value) for key, value in flatten(run.config).items()} for run in runs}
     keys = [key for key in dict.fromkeys(key for one in flat.values() for key in one) if key not in _NOT_COMPARED]
     differing = [key for key in keys if len({one.get(key) for one in flat.values()}) > 1]
     sections = {key.partition(".")[0] for key in differing if not all(key in one for one in flat.values())}
@@ -221,15 +220,6 @@ def differences(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     if len(head) > len(rows) + 1 and rows:
         head, *rows = (list(column) for column in zip(*[["encoder", *head[1:]], *rows], strict=True))
     return head, rows
-
-
-def _plain(value: Any) -> str:
-    """Return a setting as a user would type it; numbers have six digits."""
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_plain, value))}]"
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def provenance(runs: Sequence[Run]) -> list[tuple[list[str], list[list[str | None]]]]:

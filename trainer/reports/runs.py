@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -161,7 +161,8 @@ def _read_results(
     """Return the results of a run on the data of its last step, and sentences on others, which are left out."""
     found: dict[tuple[LabelSpace, int, ProbeConfig], ProbeResult] = {}
     others: dict[str, None] = {}
-    for result in _results_in(run_dir):
+    # Of each label the result with the run's own protocol comes first.
+    for result in (one for step in run_dir.probe_steps() for one in _results_at(run_dir.probes(step))):
         if result.is_of_other_run(identity):
             others[
                 f"Left out: {run_dir.all_probes} holds results of another run ({result.run}); probe this run again."
@@ -179,12 +180,6 @@ def _read_results(
         for step in of_other_data
     ]
     return tuple(result for result in results if result.data == last.data), [*others, *said]
-
-
-def _results_in(run_dir: RunDir) -> Iterator[ProbeResult]:
-    """Yield the results of all steps, of each label first the one with the run's own protocol."""
-    for step in run_dir.probe_steps():
-        yield from _results_at(run_dir.probes(step))
 
 
 def _results_at(directory: Path) -> tuple[ProbeResult, ...]:

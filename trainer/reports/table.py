@@ -11,7 +11,7 @@ import hashlib
 import io
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +21,6 @@ from data_pipeline.core.schema import as_typed, value_at
 from data_pipeline.core.validation import KIND
 from trainer.probes.features import LabelSpace
 from trainer.probes.linear import ProbeConfig
-from trainer.probes.online import online_readings
 from trainer.probes.result import ProbeResult, unpack_right
 from trainer.provenance import RECORDED_NUM_SAMPLES, RECORDED_NUM_TEST_SAMPLES
 from trainer.reports.config_identity import config_identity, identity_settings
@@ -131,8 +130,39 @@ def without_copies(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
 def measure(runs: Sequence[Run], scored: Scored | None = None) -> list[Measurement]:
     """Return the rows of all runs that have probe results or online probes, and of the `scored` encoders."""
     names, factors = encoder_names(runs), _factors(runs)
-    rows = [row for run in runs for row in _rows(run, names[run.name], factors[run.name])]
-    return rows + [row for path, results in (scored or {}).items() for row in _rows_of_scored(path, results)]
+    rows: list[Measurement] = []
+    for run in runs:
+        shared: dict[str, Any] = {
+            "run": run.name,
+            "encoder": names[run.name],
+            "seed": run.config.seed,
+            "factors": factors[run.name],
+            "num_steps": run.finished_step,
+            "dataset": run.data_name,
+            "data": data_of(run),
+            **_origin(run.provenance),
+        }
+        rows += [*_probed(run.results, shared, run), *_online(run, shared)]
+    for path, results in (scored or {}).items():
+        first, encoder = results[0], results[0].scored
+        assert encoder is not None
+        shared = {
+            "run": str(path),
+            "encoder": encoder.name,
+            "seed": encoder.seed,
+            "factors": {},
+            "num_steps": max(1, first.checkpoint_step),
+            "dataset": name_of_data(encoder.train_dir),
+            "data": " ".join(sha256[:12] for sha256 in first.data),
+            **_origin(encoder.origin),
+        }
+        rows += _probed(results, shared, None)
+    return rows
+
+
+def _origin(facts: Mapping[str, Any]) -> dict[str, str]:
+    hardware = str(facts.get("gpu") or facts.get("cpu") or "")
+    return {"commit": str(facts.get("git_commit") or "")[:12], "hardware": hardware}
 
 
 def encoder_names(runs: Sequence[Run]) -> dict[str, str]:
@@ -252,44 +282,7 @@ def _factors(runs: Sequence[Run]) -> dict[str, dict[str, str]]:
     return {name: {key: as_typed(one[key]) for key in differing if key in one} for name, one in flat.items()}
 
 
-def _rows(run: Run, encoder: str, factors: Mapping[str, str]) -> Iterator[Measurement]:
-    commit = str(run.provenance.get("git_commit") or "")[:12]
-    shared: dict[str, Any] = {
-        "run": run.name,
-        "encoder": encoder,
-        "seed": run.config.seed,
-        "factors": factors,
-        "num_steps": run.finished_step,
-        "dataset": run.data_name,
-        "data": data_of(run),
-        "commit": commit,
-        "hardware": str(run.provenance.get("gpu") or run.provenance.get("cpu") or ""),
-    }
-    yield from _probed(run.results, shared, lambda result: _initial(run, result))
-    yield from _online(run, shared)
-
-
-def _rows_of_scored(path: Path, results: Sequence[ProbeResult]) -> Iterator[Measurement]:
-    """Yield the rows of an encoder that is not that of a run on its own data."""
-    first, scored = results[0], results[0].scored
-    assert scored is not None
-    shared: dict[str, Any] = {
-        "run": str(path),
-        "encoder": scored.name,
-        "seed": scored.seed,
-        "factors": {},
-        "num_steps": max(1, first.checkpoint_step),
-        "dataset": name_of_data(scored.train_dir),
-        "data": " ".join(sha256[:12] for sha256 in first.data),
-        "commit": str(scored.origin.get("git_commit") or "")[:12],
-        "hardware": str(scored.origin.get("gpu") or scored.origin.get("cpu") or ""),
-    }
-    yield from _probed(results, shared, lambda _: scored.name)
-
-
-def _probed(
-    results: Sequence[ProbeResult], shared: Mapping[str, Any], initial: Callable[[ProbeResult], str]
-) -> Iterator[Measurement]:
+def _probed(results: Sequence[ProbeResult], shared: Mapping[str, Any], run: Run | None) -> Iterator[Measurement]:
     classes = {result.label: result.class_names for result in results}
     for result in results:
         shared_by_result = dict(shared) | {
@@ -301,7 +294,7 @@ def _probed(
             "chance": result.chance,
             "majority": result.majority_share,
             "num_train": result.num_train,
-            "initial": initial(result),
+            "initial": shared["encoder"] if run is None else _initial(run, result),
         }
         for readout, value in (("linear", result.linear.accuracy), ("knn", result.knn.accuracy)):
             num_right = round(value * result.num_test) if result.penalty is None else 0
@@ -330,33 +323,33 @@ def _probed(
 
 
 def _online(run: Run, shared: Mapping[str, Any]) -> Iterator[Measurement]:
-    entries: dict[int, dict[str, Any]] = {}
-    for name, values in (run.logged or {}).items():
-        for step, value in values.items():
-            entries.setdefault(step, {"step": step})[name] = value
     probe, results = run.config.probe, {result.label: result for result in run.results}
     sizes = [run.provenance.get(name) for name in (RECORDED_NUM_SAMPLES, RECORDED_NUM_TEST_SAMPLES)]
     num_train = min(probe.online_num_train, sizes[0]) if sizes[0] else None
-    for label, readout, step, value in online_readings(entries[step] for step in sorted(entries)):
+    for name, values in (run.logged or {}).items():
+        _, label, method = (*name.split("/"), "", "")[:3]
+        if method not in ("knn", "ridge"):
+            continue
         result = results.get(label)
         num_test = _online_num_test(probe.online_num_test, sizes[1], None if result is None else result.num_test)
-        yield Measurement(
-            **shared,
-            label=label,
-            title="" if result is None else result.title or "",
-            readout=readout,
-            reads=FEATURES,
-            protocol="online",
-            step=step,
-            value=value,
-            num_right=round(value * num_test),
-            num_samples=num_test,
-            chance=None,
-            majority=None,
-            num_train=num_train,
-            group="",
-            initial="",
-        )
+        for step, value in values.items():
+            yield Measurement(
+                **shared,
+                label=label,
+                title="" if result is None else result.title or "",
+                readout=f"online_{method}",
+                reads=FEATURES,
+                protocol="online",
+                step=step,
+                value=float(value),
+                num_right=round(value * num_test),
+                num_samples=num_test,
+                chance=None,
+                majority=None,
+                num_train=num_train,
+                group="",
+                initial="",
+            )
 
 
 def _online_num_test(most: int, num_test: int | None, num_labelled: int | None) -> int:

@@ -25,7 +25,8 @@ from trainer.analyses.alignment import (
     nearest_centre,
     share_apart,
 )
-from trainer.analyses.analysis import AnalysisOptions, LoadedRun
+from trainer.analyses.analysis import AnalysisOptions
+from trainer.probes.features import Pictures
 
 
 def random_views(seed: int, *, num: int = 30, num_views: int = 4) -> torch.Tensor:
@@ -102,7 +103,7 @@ def test_classes_in_another_order_are_refused(tmp_path: Path, monkeypatch: pytes
 
 def test_without_labels_there_are_no_class_centres(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=20, num_test=12))
-    monkeypatch.setattr(LoadedRun, "label_spaces", lambda loaded: ())
+    monkeypatch.setattr(Pictures, "class_labels", ())
     png_path, json_path = ANALYSIS.analyze(
         [run_dir], config=AlignmentConfig(num_views=2), options=AnalysisOptions(step=0)
     )
