@@ -12,35 +12,17 @@ from typing import Annotated, Any, Final, TypeAlias
 
 from pydantic import AfterValidator, Field
 
-from data_pipeline.core.errors import UserError, nearest
+from data_pipeline.core.errors import UserError
 from data_pipeline.core.plain_text import parse_yaml
 from data_pipeline.core.schema import Line, NumProcesses, Schema
 from trainer.config import RunConfig
 
 FILE = Path("slurm.yaml")
 _MIN_TRAINING_SECONDS: Final = 60  # between the start of a job and its warning
-# The fields of sbatch that describe a request and have no flag here. With others, such as `wait` or `parsable`, sbatch
-# would act or answer in another way than launch/slurm.py can read.
-_SBATCH_FIELDS: Final = """
-    acctg-freq bb bbf begin cluster-constraint comment contiguous core-spec cores-per-socket cpu-freq cpus-per-gpu
-    deadline delay-boot dependency distribution exclude exclusive export export-file extra extra-node-info get-user-env
-    gpu-bind gpu-freq gpus gpus-per-socket gpus-per-task gres gres-flags hint hold licenses mail-type mail-user
-    mcs-label mem-bind mem-per-cpu mem-per-gpu mincpus network nice no-kill nodefile nodelist ntasks-per-core
-    ntasks-per-gpu ntasks-per-socket overcommit oversubscribe power prefer priority profile propagate reboot reservation
-    segment sockets-per-node spread-job switches thread-spec threads-per-core time-min tmp tres-bind tres-per-task
-    use-min-nodes wait-all-nodes wckey
-"""
 
 
-def _fields(fields: dict[Line, SbatchValue]) -> dict[Line, SbatchValue]:
-    fields = {name.replace("_", "-"): value for name, value in fields.items()}
-    for name in fields:
-        if name not in (valid := _SBATCH_FIELDS.split()):
-            raise ValueError(
-                f"{name!r} has a flag of its own, is decided by launch/slurm.py, or asks for no resources of a job; "
-                f"see --help, or pass it to srun by `srun` in {FILE}{nearest(name, valid)}"
-            )
-    return fields
+def _as_flags(fields: dict[Line, SbatchValue]) -> dict[Line, SbatchValue]:
+    return {name.replace("_", "-"): value for name, value in fields.items()}
 
 
 Minutes = Annotated[int, Field(ge=1, le=10**7)]  # up to 19 years
@@ -48,7 +30,7 @@ MemoryGB = Annotated[int, Field(ge=1, le=10**6)]
 NumGpus = Annotated[int, Field(ge=0, le=10**6)]
 # A line break in a `Line` would put a line of its own into the batch script.
 SbatchValue: TypeAlias = bool | Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | Line
-SbatchFields = Annotated[dict[Line, SbatchValue], AfterValidator(_fields)]
+SbatchFields = Annotated[dict[Line, SbatchValue], AfterValidator(_as_flags)]
 
 
 class RequestedResources(Schema):

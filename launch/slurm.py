@@ -12,16 +12,12 @@ Settings of your cluster can stand in ./slurm.yaml, as lines such as `partition:
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-try:
-    from data_pipeline.core.arguments import positive, whole
-    from data_pipeline.core.errors import run_command
-    from data_pipeline.core.imports import import_code, without_garbage_collection
-    from launch.train import run_parser
-except ModuleNotFoundError as error:
-    raise SystemExit(f"error: {sys.executable} has no {error.name}; use the Python of `pip install -e .`") from None
+from data_pipeline.core.arguments import positive, whole
+from data_pipeline.core.errors import run_command
+from data_pipeline.core.imports import import_code, without_garbage_collection
+from launch.train import run_parser
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -16,7 +16,6 @@ from submitit.helpers import clean_env
 from data_pipeline.core.errors import UserError
 
 SLURM_SECONDS = 120  # for one command of Slurm
-_MAX_ARRAY_SIZE = 1_001  # Slurm's default
 _ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
 _ENDED |= {"REVOKED", "TIMEOUT"}
 # Options of sbatch by the end of their SBATCH_... variable, if it is another word.
@@ -42,14 +41,6 @@ def run_slurm(*command: str, text: str | None = None) -> subprocess.CompletedPro
         )
     except subprocess.TimeoutExpired:
         raise UserError(f"{command[0]} gave no answer within {SLURM_SECONDS} s; try again when Slurm answers") from None
-
-
-def max_array_size() -> int:
-    """Return the greatest number of members of a job array on this cluster."""
-    found = None
-    if shutil.which("scontrol") is not None:
-        found = re.search(r"^MaxArraySize\s*=\s*([1-9][0-9]*)", run_slurm("scontrol", "show", "config").stdout, re.M)
-    return _MAX_ARRAY_SIZE if found is None else int(found[1])
 
 
 def states_of_jobs(job_ids: Iterable[str]) -> dict[str, str] | None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -23,7 +21,7 @@ from launch.resources import RequestedResources, describe_request, parse_fields,
 from launch.slurm_client import has_slurm
 from launch.snapshot import read_snapshot
 from launch.states import LEFT_ALONE, in_columns, status_of
-from launch.submission import SubmissionPlan, check, in_arrays, submit
+from launch.submission import SubmissionPlan, check, submit
 from launch.submitted import queue_for
 from trainer.config_changes import refuse_other_config
 from trainer.preflight import check_data
@@ -50,8 +48,6 @@ def run(arguments: argparse.Namespace) -> None:
     ]
     if left:
         notes.append(f"asks for {describe_request(plan.resources, num_runs=len(left))}")
-        if not is_local and plan.resources.wanted.python is None and _is_on_this_machine_alone(sys.prefix, plan.home):
-            notes.append(f"{sys.prefix} may be on a disk that only this machine sees, and each node needs it")
     if arguments.dry_run:
         _print_dry_run(plan, [*_table_of_runs(runs, states), *notes], has_script=bool(left) and not is_local)
         return
@@ -140,13 +136,6 @@ def _runs_from(arguments: argparse.Namespace) -> tuple[list[PlannedRun], str, Pa
     return chosen, name, home
 
 
-def _is_on_this_machine_alone(environment: str, shared: Path) -> bool:
-    """Return whether a virtual environment is on the file system of temporary files, and `shared` is on another."""
-    exists = next(path for path in (shared, *shared.parents) if path.exists())
-    local = Path(tempfile.gettempdir()).stat().st_dev
-    return environment != sys.base_prefix and Path(environment).stat().st_dev == local != exists.stat().st_dev
-
-
 def _table_of_runs(runs: Sequence[PlannedRun], states: Mapping[str, str]) -> list[str]:
     """Return a line for each run: its directory, its state, and the settings that its sweep varies."""
     axes = list(dict.fromkeys(axis for planned in runs for axis in planned.config.tracking.axes))
@@ -165,10 +154,8 @@ def _print_dry_run(plan: SubmissionPlan, notes: Sequence[str], *, has_script: bo
             check_data(planned.config)
         print(*notes, sep="\n")
         return
-    arrays, is_checked = in_arrays(plan), has_slurm()
-    more = [f"as {len(arrays)} arrays of at most {len(arrays[0].runs)} runs; this is the first"] if arrays[1:] else []
-    if not is_checked:
-        more.append("not checked by Slurm: there is no sbatch on this machine")
-    script = check(arrays[0], snapshot=read_snapshot(own_files=plan.own_files), asks_slurm=is_checked)
+    is_checked = has_slurm()
+    more = [] if is_checked else ["not checked by Slurm: there is no sbatch on this machine"]
+    script = check(plan, snapshot=read_snapshot(own_files=plan.own_files), asks_slurm=is_checked)
     shebang, _, rest = script.partition("\n")
     print("\n".join([shebang, "", *(f"# {line}" for line in [*notes, *more]), rest]))

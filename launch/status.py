@@ -8,13 +8,9 @@ Repeat the command that submitted a study to submit those of its runs again that
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-try:
-    from data_pipeline.core.errors import run_command
-except ModuleNotFoundError as error:
-    raise SystemExit(f"error: {sys.executable} has no {error.name}; use the Python of `pip install -e .`") from None
+from data_pipeline.core.errors import run_command
 
 
 def _parser() -> argparse.ArgumentParser:

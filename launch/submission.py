@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import resources as package_files
 from pathlib import Path
@@ -19,7 +19,7 @@ from data_pipeline.core.imports import given_code
 from launch.job import TrainJob
 from launch.planned_run import PlannedRun
 from launch.resources import Resources
-from launch.slurm_client import check_script, max_array_size, outside_any_job, refused
+from launch.slurm_client import check_script, outside_any_job, refused
 from launch.snapshot import Snapshot, read_snapshot, shell_lines, write_snapshot
 from launch.submitted import Submission, record
 from trainer.claim import claim
@@ -65,21 +65,14 @@ class SubmissionPlan:
             claim(planned.run_dir, config, manifests, accepted_data=self.accepted_data).close()
 
 
-def slurm_executor(plan: SubmissionPlan, *, code: Path, after: str | None = None) -> Any:
-    """Return submitit's executor, whose batch script ends with launch/job.sh, which starts the ranks.
-
-    The job waits for the end of the job `after`.
-    """
+def slurm_executor(plan: SubmissionPlan, *, code: Path) -> Any:
+    """Return submitit's executor, whose batch script ends with launch/job.sh, which starts the ranks."""
     resources, wanted = plan.resources, plan.resources.wanted
     output = str(JobPaths(plan.logs).stdout).replace("%j", "%A_%a" if len(plan.runs) > 1 else "%j")
     # Since 22.05 Slurm does not pass --cpus-per-task from sbatch to srun. A rank that dies ends the others, which would
     # otherwise wait for it.
     ranks = ["srun", "--unbuffered", f"--output={output}", f"--cpus-per-task={resources.cpus_per_task}", *wanted.srun]
     fields = {name: value for name, value in wanted.sbatch.items() if value is not False}
-    if after is not None:
-        fields["dependency"] = ",".join(
-            [*(str(value) for value in [fields.get("dependency")] if value), f"afterany:{after}"]
-        )
     parameters = {
         "job_name": plan.name,
         "nodes": resources.nodes,
@@ -143,45 +136,19 @@ def check(plan: SubmissionPlan, *, snapshot: Snapshot, asks_slurm: bool) -> str:
     return script
 
 
-def in_arrays(plan: SubmissionPlan) -> list[SubmissionPlan]:
-    """Return the plan of each job array that is submitted, because Slurm limits the members of one."""
-    size = max_array_size()
-    return [replace(plan, runs=plan.runs[first : first + size]) for first in range(0, len(plan.runs), size)]
-
-
 def submit(plan: SubmissionPlan, *, command: str) -> list[str]:
-    """Claim the run directories, copy the code, submit the jobs to Slurm, and return their ids, one for each run.
+    """Claim the run directories, copy the code, submit the job or job array, and return its ids, one for each run.
 
-    The jobs run the present code. If they are several arrays of which fewer runs may train at a time, each waits for
-    the one before. Raises `UserError` for a run that could never start; then nothing is submitted. Raises it also if
-    Slurm takes only some of the arrays, and says how many.
+    The jobs run the present code. Raises `UserError` for a run that could never start; then nothing is submitted.
     """
     snapshot = read_snapshot(own_files=plan.own_files)
-    arrays = in_arrays(plan)
-    check(arrays[0], snapshot=snapshot, asks_slurm=True)
+    check(plan, snapshot=snapshot, asks_slurm=True)
     plan.claim()
     code = write_snapshot(snapshot, into=plan.home)
-    job_ids: list[str] = []
-    for array in arrays:
-        after = job_ids[-1].partition("_")[0] if job_ids and plan.at_a_time < len(plan.runs) else None
-        try:
-            job_ids += _submit_array(array, code=code, after=after, command=command)
-        except UserError as error:
-            if not job_ids:
-                raise
-            raise UserError(
-                f"{len(job_ids)} of {len(plan.runs)} runs are in the queue, and the next are not: {error}; repeat the "
-                "command later for those"
-            ) from None
-    return job_ids
-
-
-def _submit_array(plan: SubmissionPlan, *, code: Path, after: str | None, command: str) -> list[str]:
-    """Submit the runs as one job, or as one job array, and record its ids, which it returns. Raises `UserError`."""
     jobs = [plan.job(planned.run_dir, command) for planned in plan.runs]
     try:
         with outside_any_job(sbatch_script(plan, code=code)):
-            job_ids = [job.job_id for job in slurm_executor(plan, code=code, after=after).submit_array(jobs)]
+            job_ids = [job.job_id for job in slurm_executor(plan, code=code).submit_array(jobs)]
     except FailedSubmissionError as error:
         raise UserError(
             f"sbatch took the job, but names no number ({' '.join(str(error).split())}): find job {plan.name} with "

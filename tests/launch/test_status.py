@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -250,12 +249,3 @@ def test_only_the_first_error_that_is_no_consequence_counts(tmp_path: Path, monk
     end_of(1, KeyError("dog"))
     end_of(0, ValueError("later"))
     assert state_of(run_dir) == ("failed", "rank 1: KeyError: 'dog'")
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("name", ["status.py", "slurm.py"])
-def test_a_python_without_packages_is_named_in_a_sentence(name: str) -> None:
-    script = Path(status_module.__file__).with_name(name)
-    done = subprocess.run([sys.executable, "-S", script, "runs"], capture_output=True, text=True, cwd=script.parent)
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert done.stderr.startswith(f"error: {sys.executable} has no data_pipeline")

@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import sys
-import tempfile
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +21,6 @@ from launch.planned_run import PlannedRun
 from launch.resources import RequestedResources, Resources, resolve_request, resources_for
 from launch.slurm import main
 from launch.slurm_client import outside_any_job, states_of_jobs
-from launch.states import runs_in
 from launch.submission import SubmissionPlan, sbatch_script
 from launch.submitted import Submission, last_submission, record
 from tests.commands import Done, call
@@ -78,7 +76,6 @@ def fake_slurm(slurm_py: Command, tmp_path: Path) -> Path:
     programs = {
         "sinfo": "printf '%s\\n' 'n0 n0 cpu* idle (null)' 'n1 n1 cpu* idle (null)'"
         " 'g0 g0 gpu idle gpu:a100:8(S:0-1)' 'g1 g1 gpu idle gpu:a100:8(S:0-1),lustre:1'",
-        "scontrol": "echo 'MaxArraySize            = 3'",
         "squeue": "printf '%s\\n' '7|RUNNING|None' '8|PENDING|Priority'",
         "srun": "exit 1",
         "sbatch": 'touch "$(dirname "$0")/asked"; grep -q partition=nope && '
@@ -171,10 +168,6 @@ def test_what_is_asked_for_fits_every_run_of_a_study() -> None:
         ({}, "gpu", "does not hold settings"),
         ({"time_minutes": 2}, "", "raise --time-minutes, or lower warning_seconds"),
         ({}, "warning_seconds: 5", "slurm.yaml: warning_seconds is 5"),
-        *(
-            ({"sbatch": {name: True}}, "", name.replace("_", "-"))
-            for name in ("open_mode", "parsable", "wait", "nodes")
-        ),
     ],
 )
 def test_a_mistake_is_named_where_it_stands(flags: dict[str, object], text: str, message: str, tmp_path: Path) -> None:
@@ -329,35 +322,6 @@ def test_a_submission_is_recorded_unless_it_is_refused(
     assert job.run_dir == run_dir.path
 
 
-@pytest.mark.parametrize("num_taken", [2, 1])
-def test_a_study_above_the_greatest_array_is_several(
-    num_taken: int, slurm_py: Command, fake_slurm: Path, settings: list[str], tmp_path: Path
-) -> None:
-    """Each waits for the one before, so that no more runs train at a time than asked for."""
-    (fake_slurm / "sbatch").write_text(
-        "#!/bin/bash\nPATH=/usr/bin:/bin\n[[ $1 == --test-only ]] && exit 0\n"
-        f'cp "$1" "$(mktemp -p {tmp_path} taken.XXX)"; number=$(ls {tmp_path}/taken.* | wc -l)\n'
-        f"if ((number > {num_taken})); then echo MaxSubmit >&2; exit 1; fi; echo Submitted batch job $number\n"
-    )
-    words = ["--study", "studies:debug_seeds", "--study-dir", tmp_path / "study", "--at-a-time", "2", *settings]
-    done = slurm_py(*words)
-    ids = [submission.job_id for run in runs_in([tmp_path / "study"]) if (submission := last_submission(run))]
-    if num_taken == 1:
-        assert done.status == 2
-        assert "3 of 4 runs are in the queue" in done.stderr
-        assert "MaxSubmit" in done.stderr
-        assert ids == ["1_0", "1_1", "1_2"]
-        return
-    assert (done.status, done.stderr) == (0, "")
-    assert "end with: scancel 1 2\n" in done.stdout
-    assert ids == ["1_0", "1_1", "1_2", "2"]
-    first, second = sorted((path.read_text() for path in tmp_path.glob("taken.*")), key=lambda text: "afterany" in text)
-    assert "#SBATCH --array=0-2%2\n" in first
-    assert f"#SBATCH --output={tmp_path}/study/logs/%A_%a_0_log.out" in first
-    assert "#SBATCH --dependency=afterany:1\n" in second
-    assert f"run_dirs=({tmp_path}/study/debug-viewmaker-seed1)" in second
-
-
 def test_variables_of_sbatch_count_less_than_the_script(
     slurm_py: Command, fake_slurm: Path, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,17 +336,6 @@ def test_variables_of_sbatch_count_less_than_the_script(
     assert sorted(named) == ["SBATCH_PARTITION", "SBATCH_TIMELIMIT", "SBATCH_WAIT"]
     seen = [line for line in (tmp_path / "1").read_text().splitlines() if line.startswith("SBATCH_")]
     assert seen == ["SBATCH_RESERVATION=site"]
-
-
-def test_a_virtual_environment_on_the_disk_of_this_machine_is_noticed(
-    slurm_py: Command, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["--config", "debug:image", *settings, "--run-dir", tmp_path / "run", "--dry-run"]
-    said = "# /dev/shm may be on a disk that only this machine sees"
-    monkeypatch.setattr(sys, "prefix", "/dev/shm")
-    assert said not in slurm_py(*words).stdout
-    monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
-    assert said in slurm_py(*words).stdout
 
 
 def test_a_job_inherits_no_job_but_what_a_site_sets(monkeypatch: pytest.MonkeyPatch) -> None:
