@@ -24,15 +24,13 @@ from data_pipeline.sources.picture_file import (
     SCALED_BY_PILLOW,
     UnreadableError,
     decode_rgb,
-    exif_orientation,
     opened,
 )
 from data_pipeline.storage.locations import PICTURE_ENDINGS
 
 Fault = Literal["empty", "not one", "damaged", "truncated", "unreadable"]
-Finding = Literal["other name", "archive", "turned", "tiny", "constant", "silent", "short"]
+Finding = Literal["other name", "archive", "constant", "silent", "short"]
 
-MIN_PIXELS: Final = 8  # of the shorter side of a picture
 _HEAD, _TAIL = 4096, 1 << 16  # bytes by which a format is known, and in which an end mark is searched first
 _DRAFT: Final = (64, 64)  # pixels of a JPEG that is decoded only to see whether it can be
 _SOUND: Final = re.compile(rb"(RIFF|RIFX|RF64).{4}WAVE|fLaC|OggS|ID3|FORM.{4}AIF|\xff[\xe2-\xfb]", re.DOTALL)
@@ -64,8 +62,8 @@ class Examined:
         limits: the lowest and the highest value of a decoded picture of more than 8 bits.
         fault: why it cannot be used: "empty", "not one" (of the medium that its name says), "damaged", "truncated", or
             "unreadable", which is whole.
-        findings: what is odd about a file that can be used: its name says another format, it is an archive, EXIF data
-            turn it, a side of less than `MIN_PIXELS`, one colour, silence, less than `LEAST_SECONDS`.
+        findings: what is odd about a file that can be used: its name says another format, it is an archive, one colour,
+            silence, less than `LEAST_SECONDS`.
         reason: more about the fault, in words.
         is_decoded: whether its content was decoded. One colour and silence are found only then.
     """
@@ -120,7 +118,6 @@ def examine(name: str, file: IO[bytes], *, full: bool) -> Examined:
 
 def _picture(file: IO[bytes], *, full: bool) -> Examined:
     examined, values, is_whole = Examined("picture"), None, True
-    findings: list[Finding] = []
     try:
         with opened(file) as picture:
             if isinstance(picture, np.ndarray):
@@ -130,7 +127,6 @@ def _picture(file: IO[bytes], *, full: bool) -> Examined:
             else:
                 kind, size = "JPEG" if picture.format in JPEG_FORMATS else picture.format or "", picture.size
                 examined = Examined("picture", kind, picture.mode, size)
-                findings += ["turned"] if exif_orientation(picture) != 1 else []
                 start = file.tell()
                 is_whole = _is_whole(kind, picture, file)
                 file.seek(start)
@@ -140,12 +136,11 @@ def _picture(file: IO[bytes], *, full: bool) -> Examined:
     except ValueError as error:
         fault: Fault = "unreadable" if isinstance(error, UnreadableError) else "damaged" if is_whole else "truncated"
         return replace(examined, fault=fault, reason=str(error))
-    findings += ["tiny"] if min(size) < MIN_PIXELS else []
-    limits = None
-    if values is not None:
-        findings += ["constant"] if (values == values[0, 0]).all() else []
-        limits = None if values.dtype == np.uint8 else (float(values.min()), float(values.max()))
-    return replace(examined, findings=tuple(findings), limits=limits, is_decoded=values is not None)
+    if values is None:
+        return examined
+    limits = None if values.dtype == np.uint8 else (float(values.min()), float(values.max()))
+    findings: tuple[Finding, ...] = ("constant",) if (values == values[0, 0]).all() else ()
+    return replace(examined, findings=findings, limits=limits, is_decoded=True)
 
 
 def _decoded(picture: ImageFile.ImageFile, *, is_deep: bool) -> NDArray[Any]:

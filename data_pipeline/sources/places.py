@@ -114,7 +114,5 @@ def open_files(root: Path) -> Files:
         return Zip(root)
     if tables_in(root):
         return ArrowFiles(root)
-    raise UserError(
-        f"{root} is not a folder{', nor a zip' if root.is_file() else ''}; give --root the folder or the zip that "
-        "holds your files"
-    )
+    is_what = "is no folder, zip, tar or table of files" if root.exists() else "does not exist"
+    raise UserError(f"{root} {is_what}; name the folder or the zip that holds your files")

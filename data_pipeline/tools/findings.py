@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.audio.sound_file import LEAST_SECONDS
 from data_pipeline.core.sample import NO_LABEL
-from data_pipeline.sources.examine import MIN_PIXELS, medium_of
+from data_pipeline.sources.examine import medium_of
 from data_pipeline.sources.files import Files
 from data_pipeline.sources.known_layouts import TEST, TRAIN
 from data_pipeline.sources.layout import Layout
@@ -35,8 +35,6 @@ _OF_FILES: Final = {
     "other name": ("named as another format", "nothing: they are read by their content"),
     "archive": ("an archive, so its files are not read", "unpack it beside the others, or look at it alone"),
     "no ending": ("without the ending of a picture or a sound, so not read", "rename them"),
-    "turned": ("turned by their EXIF data", "nothing: they are read upright"),
-    "tiny": (f"less than {MIN_PIXELS} pixels on a side", "remove them if they are thumbnails"),
     "constant": ("of one colour alone", "remove them if they are placeholders"),
     "silent": ("silent", "remove them if their recording failed"),
     "short": (f"shorter than {LEAST_SECONDS} s", "remove them if their recording failed"),
@@ -87,6 +85,14 @@ class Place:
         bad = self.census.bad
         return np.array([name not in bad for name in names], dtype=bool)
 
+    @property
+    def num_least(self) -> int:
+        """Return how many files that can be used the smallest class folder has; without such, one less than all."""
+        if self.layout is None or not self.layout.has_class_folders:
+            return int(np.count_nonzero(self.is_good)) - 1
+        (label,) = self.layout.labels.values()
+        return int(np.bincount(label.label_N[self.is_good], minlength=len(label.classes)).min())
+
 
 def add_problems(place: Place, layout: Layout) -> None:
     """Add what is wrong with files, classes and splits."""
@@ -100,23 +106,15 @@ def add_problems(place: Place, layout: Layout) -> None:
         known = [name for name in about if medium_of(name) is not None]
         if known or not sentence.startswith("ignored"):  # other files are counted elsewhere
             problems.append(Problem(sentence, "", about))
-    if len(census.rates) > 1:
-        rates = [f"{num:,} of {rate:,} a second" for rate, num in census.rates.most_common()]
-        problems.append(Problem("rates of sounds differ", "nothing: a build resamples them", rates))
     is_good = place.is_good
     if not is_good.any():
         problems.append(Problem(f"no {layout.medium} can be used", "see above", stops=True))
     if layout.split_N is not None and len(splits := set(layout.split_N.tolist())) == 1:
         mend = "name that folder itself, or one that holds both"
         problems.append(Problem(f"there is a {splits.pop()} split alone", mend, stops=True))
-    if layout.split_N is None:
-        least = np.count_nonzero(is_good) - 1
-        if layout.has_class_folders:
-            (label,) = layout.labels.values()
-            least = np.bincount(label.label_N[is_good], minlength=len(label.classes)).min()
-        if least < 2:
-            what = f"too few {layout.medium}s, of all or of a class, to draw a test split"
-            problems.append(Problem(what, "add some, or make folders train and test", stops=True))
+    if layout.split_N is None and place.num_least < 2:
+        what = f"too few {layout.medium}s, of all or of a class, to draw a test split"
+        problems.append(Problem(what, "add some, or make folders train and test", stops=True))
     for name, label in layout.labels.items():
         numbers = Counter(map(str.casefold, label.classes))
         if twice := [word for word in label.classes if numbers[word.casefold()] > 1]:

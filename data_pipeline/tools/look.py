@@ -12,7 +12,7 @@ import shlex
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path, PurePath
 from typing import Any, Final
@@ -29,7 +29,7 @@ from data_pipeline.remote.fetch import RemoteConfig, RemoteFile, fetch
 from data_pipeline.sources import LabelColumn
 from data_pipeline.sources.examine import medium_of
 from data_pipeline.sources.files import Files, ending_of
-from data_pipeline.sources.layout import Layout, find_layout
+from data_pipeline.sources.layout import find_layout
 from data_pipeline.sources.places import open_files
 from data_pipeline.sources.tar_files import TarFiles
 from data_pipeline.storage.locations import MANIFEST_NAME, dataset_directory, is_remote, is_tars, listed_tars
@@ -42,7 +42,6 @@ _NUM_NAMED: Final = 3  # examples of a problem
 _NUM_FETCHED: Final = 3  # tars of a remote location
 _NUM_CLASSES: Final = 8  # that are named
 _TABLES: Final = frozenset({".csv", ".tsv", ".jsonl", ".txt"})
-_LINE: Final = 110  # characters of a line of a command
 
 
 def look_at(path: str, *, copies: Path, num_decoded_bytes: int | None, num_workers: int) -> Place:
@@ -98,10 +97,10 @@ def describe(place: Place) -> Iterator[str]:
         return
     assert place.files is not None
     kind = "files" if place.layout is None else place.layout.kind
-    yield f"{place.path}: {kind}, {len(place.files.names):,} files, {place.census.num_bytes / 1e6:,.3g} MB"
+    yield f"{place.path}: {kind}"
     yield ""
     rows = list(_rows(place, place.files))
-    width = max((len(title) for title, _ in rows), default=0)
+    width = max(len(title) for title, _ in rows)
     for title, what in rows:
         yield f"  {title:<{width}}  {what}"
     for problem in place.problems:
@@ -112,6 +111,7 @@ def describe(place: Place) -> Iterator[str]:
 def _rows(place: Place, files: Files) -> Iterator[tuple[str, str]]:
     """Yield the rows of the table: what is counted, and the counts."""
     census, layout = place.census, place.layout
+    yield "files", f"{len(files.names):,}, of {census.num_bytes:,} bytes"
     for medium in ("picture", "sound"):
         kinds = [(kind[1:], num) for kind, num in census.kinds.most_common() if kind[0] == medium]
         if kinds:
@@ -130,7 +130,8 @@ def _rows(place: Place, files: Files) -> Iterator[tuple[str, str]]:
         others = Counter(ending_of(name) or name for name in files.names if not medium_of(name))
         yield "others", ", ".join(f"{num:,} {word}" for word, num in others.most_common(_NUM_CLASSES))
     if layout is not None:
-        yield "splits", _splits(layout)
+        splits = Counter() if layout.split_N is None else Counter(layout.split_N.tolist())
+        yield "splits", _counted(splits, "{}") or "none; test_share draws a test split"
         for name, label in layout.labels.items():
             yield f"label {name}", _label(_counts(label, place.is_good))
         parents = {normal(name.split("/")[-2]) for name in layout.names} if layout.has_class_folders else set[str]()
@@ -139,10 +140,8 @@ def _rows(place: Place, files: Files) -> Iterator[tuple[str, str]]:
         if not layout.labels:
             yield "labels", "no labels: training needs none, probes need one"
     num_examined = sum(num for (medium, _, _), num in census.kinds.items() if medium is not None)
-    if census.num_decoded < num_examined:
+    if num_examined:
         yield "decoded", f"{census.num_decoded:,} of {num_examined:,}, spread evenly; --decode all decodes each"
-    elif num_examined:
-        yield "decoded", "all of them"
 
 
 def _from_to(words: Iterable[str]) -> str:
@@ -159,14 +158,6 @@ def _counted(counts: Counter[Any], form: str) -> str:
     """Return words for the most frequent values, with their numbers if there are several."""
     most = counts.most_common(_NUM_CLASSES)
     return ", ".join(form.format(value) + ("" if len(most) == 1 else f" ({num:,})") for value, num in most)
-
-
-def _splits(layout: Layout) -> str:
-    if layout.split_N is None:
-        return "none; test_share draws a test split"
-    return ", ".join(
-        f"{split} {num:,}" for split, num in sorted(Counter(layout.split_N.tolist()).items(), reverse=True)
-    )
 
 
 def _counts(label: LabelColumn, is_good: NDArray[np.bool_]) -> Counter[str]:
@@ -196,16 +187,6 @@ def _problem_lines(problem: Problem) -> Iterator[str]:
         yield "      ..."
     if problem.mend:
         yield f"    mend: {problem.mend}"
-
-
-def _wrapped(words: Sequence[str]) -> str:
-    """Return a command that a shell can read, broken into lines before its options."""
-    lines = [""]
-    for part in re.split(r" (?=--)", shlex.join(words)):
-        if lines[-1] and len(lines[-1]) + len(part) > _LINE:
-            lines.append("     ")
-        lines[-1] += f" {part}" if lines[-1] else part
-    return " \\\n  ".join(lines)
 
 
 def _as_json(place: Place) -> dict[str, Any]:
@@ -238,7 +219,7 @@ def run(args: argparse.Namespace) -> None:
         print("\n\n".join("\n".join(describe(place)) for place in places))
         if found:
             print("\nThese commands work now, on a CPU (docs/own-pictures.md has those for a GPU):\n")
-            print("\n".join(f"  {_wrapped(words)}" for words in found), end="\n\n")
+            print("".join(f"  {shlex.join(words)}\n".replace(" --", " \\\n      --") for words in found))
     if any(problem.stops for place in places for problem in place.problems):
         print("mend what is marked with ! first", file=sys.stderr)
         sys.exit(1)

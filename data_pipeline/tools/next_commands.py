@@ -96,7 +96,7 @@ def _of_files(place: Place, root: Path, layout: Layout) -> list[list[str]]:
     if place.labels is not None:
         options["labels"] = place.labels
     if layout.split_N is None:
-        options["test_share"] = _test_share(place, layout)
+        options["test_share"] = TEST_SHARE if place.num_least > 2 else 0.5  # leaves each class folder a file
     else:
         num_train = int(np.count_nonzero(is_good & (layout.split_N == TRAIN)))
     build = [*_DATA, "build", _DATASETS[layout.medium], "--root", str(root)]
@@ -108,14 +108,6 @@ def _of_files(place: Place, root: Path, layout: Layout) -> list[list[str]]:
 
 def _skipped(place: Place) -> list[str]:
     return [] if place.is_good.all() else ["--skip-bad", str(np.count_nonzero(~place.is_good))]
-
-
-def _test_share(place: Place, layout: Layout) -> float:
-    """Return a share that leaves a test file of each class folder, as far as the smallest class allows that."""
-    if not layout.has_class_folders:
-        return TEST_SHARE
-    (label,) = layout.labels.values()
-    return TEST_SHARE if np.bincount(label.label_N[place.is_good]).min() > 2 else 0.5
 
 
 def _value_range(limits: Mapping[str, tuple[float, float]]) -> dict[str, object]:

@@ -7,7 +7,6 @@ import hashlib
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -36,18 +35,6 @@ _REMEDY: Final = (
 _CHUNK: Final = 256  # samples that are decoded at a time
 
 
-@dataclass(frozen=True)
-class DatasetProblem:
-    """One problem of a dataset: the file, the key of the sample if it concerns one sample, and a description."""
-
-    file: str
-    key: str | None
-    what: str
-
-    def __str__(self) -> str:
-        return f"{self.file}: {f'{self.key}: ' if self.key else ''}{self.what}"
-
-
 class Verification:
     """A check of a dataset, in a local directory or at a remote location.
 
@@ -65,8 +52,8 @@ class Verification:
         self.manifest = read_manifest(location, config=remote)
         self.num_problems = self.num_sound = 0
 
-    def problems(self) -> Iterator[DatasetProblem]:
-        """Yield every problem. If there is none, each byte of a built dataset is as it was built.
+    def problems(self) -> Iterator[str]:
+        """Yield every problem, after the name of its file. If there is none, each byte of a built dataset is as it was.
 
         Checks:
 
@@ -81,11 +68,11 @@ class Verification:
             self.num_problems += 1
             yield problem
 
-    def _problems(self) -> Iterator[DatasetProblem]:
+    def _problems(self) -> Iterator[str]:
         try:
             store = SampleStore(self.location, remote=self._remote, manifest=self.manifest, surveys=False)
         except UserError as error:
-            yield DatasetProblem(str(self.location), None, str(error))
+            yield f"{self.location}: {error}"
             return
         yield from self._wrong_files(store)
         num_problems = self.num_problems
@@ -102,24 +89,24 @@ class Verification:
                         for name, label_B in store.labels(indices).items():
                             counts[name].update(label_B.tolist())
                 except UserError as error:
-                    yield DatasetProblem(store.shard_name(number), None, str(error))
+                    yield f"{store.shard_name(number)}: {error}"
                 progress.advance(len(samples))
         if self.num_problems == num_problems and self.num_sound == len(store):
             yield from self._wrong_numbers(counts, totals)
 
-    def _wrong_files(self, store: SampleStore) -> Iterator[DatasetProblem]:
+    def _wrong_files(self, store: SampleStore) -> Iterator[str]:
         for name, entry in self.manifest.files.items():
             try:
                 if FileEntry.of(store.path(name)) != entry:
-                    yield DatasetProblem(name, None, f"does not have the sha256 in {MANIFEST_NAME}")
+                    yield f"{name}: does not have the sha256 in {MANIFEST_NAME}"
             except OSError as error:
-                yield DatasetProblem(name, None, f"cannot be read ({error.strerror})")
+                yield f"{name}: cannot be read ({error.strerror})"
         if isinstance(store.location, Path) and self.manifest.tars.numbered:
             for path in sorted(store.location.glob("*.tar")):
                 if path.name not in store.tar_names:
-                    yield DatasetProblem(path.name, None, "is not in the index")
+                    yield f"{path.name}: is not in the index"
 
-    def _wrong_tar(self, store: SampleStore, number: int) -> Iterator[DatasetProblem]:
+    def _wrong_tar(self, store: SampleStore, number: int) -> Iterator[str]:
         """Yield what is wrong with a local tar as a whole. A remote one was compared with its hash when it came."""
         if store.is_remote:
             return
@@ -127,21 +114,21 @@ class Verification:
         path = store.tar_path(number)
         data = map_file(path)
         if (due := store.sha256(number)) is not None and hashlib.sha256(data).hexdigest() != due:
-            yield DatasetProblem(path.name, None, "does not have the sha256 in the index")
+            yield f"{path.name}: does not have the sha256 in the index"
         if (problem := read_contents(data).problem) is not None:
-            yield DatasetProblem(path.name, None, problem)
+            yield f"{path.name}: {problem}"
 
-    def _wrong_samples(self, decoded: DecodedSamples) -> Iterator[DatasetProblem]:
+    def _wrong_samples(self, decoded: DecodedSamples) -> Iterator[str]:
         for bad in decoded.bad.values():
-            yield DatasetProblem(bad.shard, bad.key, bad.reason)
+            yield f"{bad.shard}: {bad.key}: {bad.reason}"
         self.num_sound += len(decoded) - len(decoded.bad)
         where = f"samples {int(decoded.index_B[0])} to {int(decoded.index_B[-1])}"
         if decoded.masks_BHW is not None and not torch.isin(decoded.masks_BHW, _MASK_LEVELS).all():
-            yield DatasetProblem(where, None, f"a mask has other levels than {_MASK_LEVELS.tolist()}")
+            yield f"{where}: a mask has other levels than {_MASK_LEVELS.tolist()}"
         if decoded.points_X is not None and not torch.isfinite(decoded.points_X).all():
-            yield DatasetProblem(where, None, "a sound holds points that are not numbers")
+            yield f"{where}: a sound holds points that are not numbers"
 
-    def _wrong_numbers(self, counts: dict[str, Counter[int]], totals: Totals) -> Iterator[DatasetProblem]:
+    def _wrong_numbers(self, counts: dict[str, Counter[int]], totals: Totals) -> Iterator[str]:
         """Yield the numbers in the manifest that the samples do not give."""
         manifest = self.manifest
         numbers: dict[str, tuple[object, object]] = {}
@@ -152,7 +139,7 @@ class Verification:
             numbers |= {"mean": (manifest.mean, totals.mean), "std": (manifest.std, totals.std)}
         for field, (said, found) in numbers.items():
             if said != found:
-                yield DatasetProblem(MANIFEST_NAME, None, f"{field} is {said}, but the samples give {found}")
+                yield f"{MANIFEST_NAME}: {field} is {said}, but the samples give {found}"
 
     @property
     def summary(self) -> str:

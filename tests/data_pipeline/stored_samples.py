@@ -13,7 +13,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Sample
 from data_pipeline.loading.decode import decode
 from data_pipeline.storage.store import SampleStore
-from data_pipeline.tools.verify import DatasetProblem, Verification
+from data_pipeline.tools.verify import Verification
 
 
 def decode_sample(store: SampleStore, index: int) -> Sample:
@@ -40,6 +40,6 @@ def decode_sample(store: SampleStore, index: int) -> Sample:
     )
 
 
-def find_problems(location: str | Path) -> Iterator[DatasetProblem]:
+def find_problems(location: str | Path) -> Iterator[str]:
     """Yield every problem of a dataset, as `Verification.problems` does."""
     return Verification(location).problems()

@@ -314,5 +314,5 @@ def test_a_damaged_zip_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="it cannot be unpacked"):
         files.read("a/1.png")
     (tmp_path / "root.zip").write_bytes(data[:-30])
-    with pytest.raises(UserError, match=r"root\.zip is not a folder, nor a zip; give --root"):
+    with pytest.raises(UserError, match=r"root\.zip is no folder, zip, tar or table of files; name"):
         open_files(tmp_path / "root.zip")

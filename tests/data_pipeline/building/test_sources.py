@@ -122,7 +122,7 @@ def test_folder_sorts_classes_and_files(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_folder_refuses_what_is_not_one(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere is not a folder; give --root"):
+    with pytest.raises(UserError, match="nowhere does not exist; name the folder"):
         open_folder(tmp_path / "nowhere", split="train")
     (tmp_path / "train").mkdir()
     with pytest.raises(UserError, match=r"holds no pictures \(\.avif, "):

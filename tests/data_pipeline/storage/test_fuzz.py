@@ -66,7 +66,7 @@ def problems_of(directory: Path) -> list[str]:
             said = str(error)
         try:
             verification = Verification(directory)
-            found = [str(problem) for problem in verification.problems()]
+            found = list(verification.problems())
             assert verification.summary
         except UserError as error:
             found = [str(error)]

@@ -146,7 +146,7 @@ def test_a_dataset_that_is_built_needs_no_other_command(look: Looker) -> None:
 
 @pytest.mark.parametrize(
     ("path", "mend"),
-    [("s3://bucket/photos", "name its tars"), ("nowhere", "is not a folder"), ("none.csv", "is not a folder")],
+    [("s3://bucket/photos", "name its tars"), ("nowhere", "does not exist"), ("none.csv", "does not exist")],
 )
 def test_what_cannot_be_looked_at_says_what_to_name(path: str, mend: str, look: Looker) -> None:
     done = look(path)

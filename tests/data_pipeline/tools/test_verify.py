@@ -44,7 +44,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def problems(directory: Path) -> list[str]:
-    return [str(problem) for problem in find_problems(directory)]
+    return list(find_problems(directory))
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
