@@ -53,15 +53,12 @@ class PictureFiles(SplitFiles):
         decode = partial(read_pixels, image_size=self.image_size, value_range=self.value_range)
         pixels = self.files.decoded(self.name(number), decode)
         if self._shape and pixels.shape != self._shape:
-            first = self.files.root / self._first
-            (height, width, num), (first_height, first_width, first_num) = pixels.shape, self._shape
-            if num != first_num:
-                raise UserError(
-                    f"{self.path(number)} has {num} channels but {first} has {first_num}; leave one kind out"
-                )
+            seen, first = (
+                f"{width}x{height} pixels of {num} channels" for height, width, num in (pixels.shape, self._shape)
+            )
             raise UserError(
-                f"{self.path(number)} is {width}x{height} pixels but {first} is {first_width}x{first_height}; "
-                f"bring all pictures to one size with {SOURCE_OPTION} image_size=N"
+                f"{self.path(number)} is {seen} but {self.files.root / self._first} is {first}; bring all pictures to "
+                f"one size with {SOURCE_OPTION} image_size=N, and leave out those of other channels"
             )
         return Record(pixels, int(self.labels[number]), self.name(number))
 

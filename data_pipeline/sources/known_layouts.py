@@ -77,10 +77,7 @@ class Look:
 
     def text(self, name: str) -> str:
         """Return the text of a file. Raises `UserError` if it cannot be read."""
-        try:
-            return self.files.read(name).decode("utf-8-sig")
-        except (OSError, ValueError) as error:
-            raise UserError(f"{self.files.root / name} cannot be read ({error}); save it in UTF-8") from None
+        return self.files.decoded(name, lambda data: data.decode("utf-8-sig"))
 
     def table_at(self, name: str) -> Table:
         """Return the table in a file."""

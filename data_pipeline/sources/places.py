@@ -60,25 +60,18 @@ class Directory(Files):
 
 
 class Zip(Files):
-    """The files of a zip, which is not unpacked. Threads may read at the same time, each process by its own handle."""
+    """The files of a zip, which is not unpacked. Threads may read at the same time, and a pickled copy elsewhere."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
-        self._lock, self._process = threading.Lock(), 0
-        self._opened()
-
-    def _opened(self) -> zipfile.ZipFile:
-        with self._lock:
-            if self._process != os.getpid():
-                try:
-                    self._zip = zipfile.ZipFile(self.root)
-                except zipfile.BadZipFile as error:
-                    raise UserError(f"{self.root} is not a whole zip ({error}); copy it again") from None
-                self._process = os.getpid()
-            return self._zip
+        self._lock = threading.Lock()
+        try:
+            self._zip = zipfile.ZipFile(root)
+        except zipfile.BadZipFile as error:
+            raise UserError(f"{root} is not a whole zip ({error}); copy it again") from None
 
     def find(self, others: dict[str, str]) -> Iterator[str]:
-        members = {info.filename: info for info in self._opened().infolist() if not info.is_dir()}
+        members = {info.filename: info for info in self._zip.infolist() if not info.is_dir()}
         for name in sorted(members, key=lambda name: name.split("/")):
             if not all(map(is_visible, name.split("/"))):
                 continue
@@ -88,10 +81,9 @@ class Zip(Files):
                 yield name
 
     def read(self, name: str) -> bytes:
-        archive = self._opened()
         try:
             with self._lock:
-                return archive.read(name)
+                return self._zip.read(name)
         except Exception as error:  # the module raises nearly every kind for a damaged member
             raise ValueError(f"it cannot be unpacked ({error})") from None
 

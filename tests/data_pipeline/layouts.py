@@ -255,8 +255,8 @@ def csv_of_excel_with_semicolons(root: Path) -> None:
 
 
 @accepted(12, looked_at=("labels.tsv",), label="animal")
-def table_with_tabs(root: Path) -> None:
-    table(root, "labels.tsv", "file\tanimal\nimg/{i}.jpg\t{c}")
+def utf_16_table_with_tabs(root: Path) -> None:
+    table(root, "labels.tsv", "file\tanimal\nimg/{i}.jpg\t{c}", "utf-16")
 
 
 @accepted(12, looked_at=("labels.csv",), label="animal")

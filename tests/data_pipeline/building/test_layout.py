@@ -164,25 +164,6 @@ def test_published_sounds_have_their_splits(tmp_path: Path) -> None:
     assert meaning(found) == {"a/0_ann_0.wav": ":0", "b/1_bob_0.wav": ":1"}
 
 
-@pytest.mark.parametrize(
-    "table",
-    [
-        "\ufefffile,sex\n1.png,f\n2.png,nan\n\n3.png,m\n4.png, N/A \n".encode(),
-        b"file;sex\r\n1.png;f\r\n2.png;\r\n3.png;m\r\n4.png;<NA>\r\n",
-        "path\tsex\n1.png\tf\n2.png\tNULL\n3.png\tm\n4.png\tNA\n".encode("utf-16"),
-        b',sex,image\n0,f,1.png\n1,"",2.png\n2,"m",./3.png\n3,null,4.png\n',
-        b'"filename","sex"\n"1.png","f"\n"2.png",\n"3.png","m"\n"4.png",NaN\n',
-    ],
-    ids=["BOM and an empty line", "semicolon", "tab and UTF-16", "index of pandas", "quoted"],
-)
-def test_a_table_in_any_dialect_says_the_same(table: bytes, tmp_path: Path) -> None:
-    files = write(tmp_path / "root", FLAT)
-    (tmp_path / "labels.csv").write_bytes(table)
-    found = find_layout(files, "picture", labels=tmp_path / "labels.csv")
-    assert meaning(found) == {"1.png": ": sex=f", "2.png": ": sex=", "3.png": ": sex=m", "4.png": ": sex="}
-    assert found.notes == {}
-
-
 LAYOUTS: dict[str, tuple[list[str], str | None, dict[str, str], list[str]]] = {
     # files, class_from, the meaning of each record, and what the notes say
     "class folders": (["b/1.png", "a/2.JPG"], None, {"a/2.JPG": ":a", "b/1.png": ":b"}, []),

@@ -295,17 +295,6 @@ def test_what_is_transparent_is_laid_over_white(
     np.testing.assert_array_equal(read_pixels((tmp_path / "x.png").read_bytes())[1, 1], seen)
 
 
-@pytest.mark.parametrize("mode", ["P", "L", "RGB"])
-def test_a_transparent_colour_is_white_in_modes_without_an_alpha_channel(mode: str, tmp_path: Path) -> None:
-    picture = Image.new(mode, (2, 1), 0)
-    if mode == "P":
-        picture.putpalette([10, 20, 30, 40, 50, 60])
-    picture.putpixel((1, 0), (40, 50, 60) if mode == "RGB" else 1 if mode == "P" else 40)
-    picture.save(tmp_path / "x.png", transparency=(0, 0, 0) if mode == "RGB" else 0)
-    kept = (40, 40, 40) if mode == "L" else (40, 50, 60)
-    np.testing.assert_array_equal(read_pixels((tmp_path / "x.png").read_bytes())[0], [(255, 255, 255), kept])
-
-
 def png_chunk(name: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import pickle
-import tarfile
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +23,6 @@ from data_pipeline.storage.store import SampleStore
 from tests.data_pipeline.folders import open_folder
 from tests.data_pipeline.stored_samples import decode_sample, find_problems
 from tests.real_data import archive
-from tests.tars import unpack_tar
 
 
 def save_picture(path: Path, *, size: tuple[int, int] = (6, 4), colour: tuple[int, int, int] = (10, 20, 30)) -> None:
@@ -102,25 +100,6 @@ def test_cifar_that_is_missing_or_damaged_says_how_to_get_it(
 # --- a folder of pictures
 
 
-def test_folder_sorts_classes_and_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for number, name in enumerate(["dog/b.png", "dog/a.jpeg", "cat/10.PNG", "cat/9.png"]):
-        save_picture(tmp_path / "train" / name, colour=(number, 0, 0))
-    (tmp_path / "train" / "cat" / "notes.txt").write_text("no picture")
-    for hidden in ("cat/.hidden.png", "__MACOSX/._cat.png"):  # the second as a Mac packs it into a zip
-        (tmp_path / "train" / hidden).parent.mkdir(exist_ok=True)
-        (tmp_path / "train" / hidden).write_text("no picture")
-    folder = open_folder(tmp_path, split="train")
-    for name in ("cat", "dog"):
-        save_picture(tmp_path / "test" / name / "x.png", colour=(9, 0, 0))
-    assert open_folder(tmp_path, split="test")[0].content[0, 0, 0] == 9
-    assert "ignored files that are no picture (1, such as train/cat/notes.txt)" in caplog.text
-    assert folder.class_names == ("cat", "dog")
-    assert folder.labels.tolist() == [0, 0, 1, 1]
-    assert [int(folder[number].content[0, 0, 0]) for number in (0, 1, 3)] == [2, 3, 0]  # cat/10, cat/9, dog/b
-    assert folder[2].content.shape == (4, 6, 3)
-    assert [folder[number].file for number in (0, 2)] == ["train/cat/10.PNG", "train/dog/a.jpeg"]
-
-
 def test_folder_refuses_what_is_not_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere does not exist; name the folder"):
         open_folder(tmp_path / "nowhere", split="train")
@@ -129,21 +108,10 @@ def test_folder_refuses_what_is_not_one(tmp_path: Path) -> None:
         open_folder(tmp_path, split="train")
 
 
-def test_folder_names_the_picture_that_does_not_decode(tmp_path: Path) -> None:
-    folder = tmp_path / "train"
-    for name in ("a/0.png", "a/1.png", "b/0.png"):
-        save_picture(folder / name, size=(40, 40))
-    whole = (folder / "a" / "1.png").read_bytes()
-    for torn in (b"", b"text, not a picture", whole[: len(whole) // 2]):
-        (folder / "a" / "1.png").write_bytes(torn)
-        with pytest.raises(UserError, match=r"a/1\.png cannot be read, because it .*; mend or remove it"):
-            open_folder(tmp_path, split="train")[1]
-
-
 def test_folder_names_the_picture_of_another_size(tmp_path: Path) -> None:
     save_picture(tmp_path / "train" / "a" / "0.png", size=(6, 4))
     save_picture(tmp_path / "train" / "b" / "0.png", size=(4, 6))
-    with pytest.raises(UserError, match=r"b/0\.png is 4x6 pixels but .*a/0\.png is 6x4; .*image_size"):
+    with pytest.raises(UserError, match=r"b/0\.png is 4x6 pixels .* but .*a/0\.png is 6x4 .*image_size"):
         open_folder(tmp_path, split="train")[1]
 
 
@@ -164,18 +132,6 @@ def test_folder_reads_names_of_any_letters(tmp_path: Path) -> None:
         save_picture(tmp_path / "train" / name, colour=(number, 0, 0))
     folder = pickle.loads(pickle.dumps(open_folder(tmp_path, split="train")))
     assert sorted(int(folder[number].content[0, 0, 0]) for number in range(4)) == [0, 1, 2, 3]
-
-
-def test_folder_reads_the_real_cifar_archive_as_pillow_does(tmp_path: Path) -> None:
-    with tarfile.open(archive("cifar10-images-test.tar.gz")) as tar:
-        unpack_tar(tar, tmp_path, [member for member in tar if member.name.endswith(("0000.jpg", "0001.jpg"))])
-    folder = open_folder(tmp_path, split="test")
-    reference = torchvision.datasets.ImageFolder(str(tmp_path / "test"))
-    assert list(folder.class_names) == reference.classes
-    assert len(folder.labels) == len(reference) == 20
-    for number, (picture, label) in enumerate(reference):
-        assert folder[number].label == label
-        np.testing.assert_array_equal(folder[number].content, np.asarray(picture))
 
 
 # --- handwritten digits
