@@ -50,12 +50,10 @@ class EmbeddingResult(RunResult):
 def measure(loaded: LoadedRun, config: EmbeddingConfig) -> tuple[EmbeddingResult, bytes]:
     """Return the silhouettes and the map.
 
-    Raises `UserError` if there are less than four samples, or if features are not finite or all equal.
+    Raises `UserError` if features are not finite or all equal.
     """
     run = loaded.run_dir.path
     rows_N = loaded.choose_rows(loaded.test, config.num_samples)
-    if len(rows_N) < 4:
-        raise UserError(f"embedding needs at least four samples, but the test set of {run} has {len(rows_N)}")
     unit_NC = unit_features(loaded, rows_N)
     if not np.isfinite(unit_NC).all():
         raise UserError(f"the features of {run} at step {loaded.modules.step} are not all finite; take another --step")

@@ -170,7 +170,7 @@ def describe(
         num_unlabelled=len(test) + test.num_left_out - num_labelled(target.test_N),
         groups=tuple(groups),
         penalty=fitted.penalty,
-        right_samples={name: bits for name, bits in right.items() if bits is not None},
+        right_samples=right,
         **facts,
     )
 

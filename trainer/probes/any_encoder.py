@@ -43,7 +43,6 @@ ONLY_LABEL: Final = "label"  # the name of a label without a name
 WITHOUT_VIEWS: Final = ProbeConfig(views="none")
 _FIXED: Final = {"views": "none", "batch_norm": "eval", "reads": "features"}
 _CPU: Final = torch.device("cpu")
-_OTHER_SCALE: Final = 2.0  # the ratio of the deviations of train and test inputs above which they are said to differ
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,7 @@ def probe(
 
     Raises `UserError` if a dataset is missing or has no labels, if the labels of both differ, or if the encoder returns
     anything but finite rows. It also does so if more of the test samples than `config.allow_shared` are in the train
-    set too: by their sources for two datasets of this package, by their values for two of others. Warns if the values
-    of both sets are scaled differently.
+    set too: by their sources for two datasets of this package, by their values for two of others.
     """
     check_without_views(config)
     if isinstance(train, str | Path) and isinstance(test, str | Path):
@@ -130,7 +128,6 @@ class AnyEncoder(nn.Module):
     """Any module or function from pictures (B, C, H, W) to rows (B, D), or an `Encoder`, as probes call an encoder.
 
     A module gets pictures on the device and in the dtype of its parameters, a function float32 on the CPU.
-    `deviations` are the standard deviations of the batches that it got.
     """
 
     def __init__(self, encoder: nn.Module | Callable[[Tensor], Tensor]) -> None:
@@ -140,17 +137,21 @@ class AnyEncoder(nn.Module):
         parameter = next(self.parameters(), None)
         self.device = _CPU if parameter is None else parameter.device
         self._dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else None
-        self.deviations: list[Tensor] = []
 
     def features_and_pooled(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor]:
         """Return what the linear probe reads and what kNN reads, float32. Raises `UserError` if they are no rows."""
         encoder, inputs = self.encoder, x_BCHW.to(self.device, self._dtype)
-        self.deviations.append(inputs.float().std(correction=0))
         if isinstance(encoder, Encoder):
             features_BF, pooled_BC = encoder.features_and_pooled(inputs)
             return features_BF.float(), pooled_BC.float()
-        features_BD = _rows(encoder(inputs), len(inputs))
-        return features_BD, features_BD
+        features_BD: Tensor = encoder(inputs)
+        if features_BD.dim() != 2 or len(features_BD) != len(inputs):
+            raise UserError(
+                f"the encoder returns {tuple(features_BD.shape)} for {len(inputs)} pictures, but a probe reads one row "
+                "for each, (B, D); pool or flatten it, for example by "
+                "nn.Sequential(encoder, nn.AdaptiveAvgPool2d(1), nn.Flatten())"
+            )
+        return features_BD.float(), features_BD.float()
 
 
 @dataclass(frozen=True)
@@ -158,19 +159,16 @@ class _Encoded:
     """The features (N, F) and pooled features (N, C) of a dataset, and its labels (N,) int64 on the host.
 
     digests_N: a short digest of each input, of data of others; of a dataset of this package there is a manifest.
-    deviation: the mean over batches of the standard deviation of the inputs, as the encoder gets them.
     """
 
     features: tuple[Tensor, Tensor]
     by_label: Mapping[str, Tensor]
     manifest: Manifest | None
     digests_N: NDArray[np.uint64]
-    deviation: float
 
 
 def _encode(reader: AnyEncoder, data: LabelledData, *, which: str, batch_size: int) -> _Encoded:
     """Encode each sample once. `which` is "train" or "test", for errors and for the draw of an online overlay."""
-    reader.deviations.clear()
     manifest, digests = None, list[bytes]()
     if isinstance(data, str | Path):
         pictures = read_pictures(data, draw=TRAIN_DRAW if which == "train" else 0)
@@ -197,20 +195,11 @@ def _encode(reader: AnyEncoder, data: LabelledData, *, which: str, batch_size: i
         labels = {name: torch.cat([label_of[name] for label_of in label_parts]) for name in label_parts[0]}
     if not all(whole.isfinite().all() for whole in features):
         raise UserError(f"the features of the {which} set are not all finite; did the training of the encoder diverge?")
-    digests_N = np.frombuffer(b"".join(digests), dtype=np.uint64)
-    return _Encoded(features, labels, manifest, digests_N, float(torch.stack(reader.deviations).mean()))
+    return _Encoded(features, labels, manifest, np.frombuffer(b"".join(digests), dtype=np.uint64))
 
 
 def _check_inputs(train: _Encoded, test: _Encoded, *, allowed: float) -> None:
-    """Warn of inputs on another scale. Raises `UserError` if too many test inputs of others are train inputs too."""
-    low, high = sorted((train.deviation, test.deviation))
-    if high > _OTHER_SCALE * low:
-        logger.warning(
-            "the inputs have a standard deviation of %.3g in the train set but %.3g in the test set; is one of them "
-            "scaled or normalised differently?",
-            train.deviation,
-            test.deviation,
-        )
+    """Raise `UserError` if too many test inputs of others are train inputs too."""
     shared = shared_sources(train.digests_N, test.digests_N)
     if shared.share > allowed:
         raise UserError(
@@ -235,16 +224,6 @@ def _inputs_and_labels(batch: Any, *, which: str) -> tuple[Tensor, dict[str, Ten
         if not isinstance(label_B, Tensor) or label_B.is_floating_point() or label_B.shape != (len(inputs),):
             raise UserError(f"label {name!r} of the {which} set is not one whole number for each picture, a class")
     return inputs, {str(name): label_B.long().cpu() for name, label_B in named.items()}
-
-
-def _rows(features_BF: Tensor, num: int) -> Tensor:
-    """Return features as float32. Raises `UserError` if they are not one row for each picture."""
-    if features_BF.dim() != 2 or len(features_BF) != num:
-        raise UserError(
-            f"the encoder returns {tuple(features_BF.shape)} for {num} pictures, but a probe reads one row for each, "
-            "(B, D); pool or flatten it, for example by nn.Sequential(encoder, nn.AdaptiveAvgPool2d(1), nn.Flatten())"
-        )
-    return features_BF.float()
 
 
 def _targets(train: _Encoded, test: _Encoded, *, wanted: Sequence[str] | None) -> dict[LabelSpace, Target]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import re
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,6 @@ from trainer.probes.groups import Groups
 from trainer.probes.knn import KNNResult
 from trainer.probes.linear import LinearResult, ProbeConfig
 from trainer.run_dir import read_object
-
-MOST_BYTES: Final = 50_000  # of the bits or scores of a method, so that a result stays a small file
 
 
 class ScoredEncoder(Schema):
@@ -60,7 +58,7 @@ class ProbeResult(Schema):
     own_code: the SHA-256 of the source of each package of the user's own that the run uses; it lacks those that were
         not imported, and is empty in old results.
     right_samples: for each method, "linear" and "knn", a bit for each test sample, see `unpack_right`; of a number, a
-        score. It lacks methods of old results, and of test sets that are too large.
+        score. It lacks methods of old results.
     scored: the encoder, if it is not that of a run on its own data.
     run: the run whose encoder it is, see `trainer.reports.config_identity.run_identity`; None in old results, and if
         the run records no start.
@@ -112,15 +110,14 @@ def read_result(path: Path) -> ProbeResult:
     )
 
 
-def pack_right(right_N: Tensor) -> str | None:
+def pack_right(right_N: Tensor) -> str:
     """Return values of the labelled test samples, in the order of the dataset, as base64.
 
     They are (N,) bool, 1 for a class that is right, or the `sample_scores` of a number, which are stored as float16.
-    Returns None for more than `MOST_BYTES`.
     """
     right = right_N.cpu().numpy()
     packed = np.packbits(right) if right.dtype == np.bool_ else right.clip(-6e4).astype("<f2")
-    return base64.b64encode(packed.tobytes()).decode() if packed.nbytes <= MOST_BYTES else None
+    return base64.b64encode(packed.tobytes()).decode()
 
 
 def unpack_right(text: str, *, num_test: int) -> NDArray[np.bool_] | NDArray[np.float16] | None:

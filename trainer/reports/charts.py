@@ -40,16 +40,6 @@ class Chart:
     svg: Markup
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line of a chart: the mean over the seeds of an encoder, with a band of their deviation."""
-
-    color: str
-    x: Sequence[float]
-    mean: Sequence[float]
-    deviation: Sequence[float]
-
-
 def color_of(number: int) -> str:
     return COLORS[number % len(COLORS)]
 
@@ -72,38 +62,30 @@ def curves(runs: Sequence[Run], rows: Sequence[Measurement], names: Mapping[str,
             drawn.append((title, [(encoder, points) for (encoder, _), points in by_run.items()]))
     found = []
     for title, of_runs in drawn:
-        lines = [
-            line
-            for number, encoder in enumerate(encoders)
-            if (line := _line([points for name, points in of_runs if name == encoder and points], color_of(number)))
-        ]
+        lines = []
+        for number, encoder in enumerate(encoders):
+            of_seeds = [points for name, points in of_runs if name == encoder and points]
+            if steps := sorted(set.intersection(*map(set, of_seeds))) if of_seeds else []:
+                y_SN = np.array([[points[step] for step in steps] for points in of_seeds])
+                lines.append((color_of(number), np.array(steps), y_SN))
         if lines:
             found.append(chart(title, partial(_draw, lines=lines), x_label="training step"))
     return found
 
 
-def _line(of_seeds: Sequence[Mapping[int, float]], color: str) -> Line | None:
-    """Return the mean over the seeds at the steps that all of them have; None if there is none."""
-    steps = sorted(set.intersection(*(set(points) for points in of_seeds))) if of_seeds else []
-    if not steps:
-        return None
-    y_SN = np.array([[points[step] for step in steps] for points in of_seeds])
-    deviation_N = y_SN.std(0, ddof=1) if len(of_seeds) > 1 else np.zeros(len(steps))
-    x, mean, deviation = (_thinned(values) for values in (np.array(steps), y_SN.mean(0), deviation_N))
-    return Line(color, x, mean, deviation)
-
-
-def _thinned(values_N: NDArray[np.float64]) -> list[float]:
+def _thinned(values_N: NDArray[Any]) -> list[float]:
     parts = np.array_split(values_N, min(len(values_N), MOST_POINTS))
     return [float(part.mean()) for part in parts]
 
 
-def _draw(axes: Axes, lines: Sequence[Line]) -> None:
-    for line in lines:
-        axes.plot(line.x, line.mean, color=line.color, linewidth=1.6, marker="o" if len(line.x) < 3 else "", alpha=0.9)
-        if any(line.deviation):
-            low, high = (np.array(line.mean) + sign * np.array(line.deviation) for sign in (-1, 1))
-            axes.fill_between(line.x, low, high, color=line.color, alpha=0.18, linewidth=0)
+def _draw(axes: Axes, lines: Sequence[tuple[str, NDArray[np.int64], NDArray[np.float64]]]) -> None:
+    """Draw lines: the color, the steps (N,), and the values of all seeds (S, N), with a band of their deviation."""
+    for color, step_N, y_SN in lines:
+        x, mean = _thinned(step_N), np.array(_thinned(y_SN.mean(0)))
+        axes.plot(x, mean, color=color, linewidth=1.6, marker="o" if len(x) < 3 else "", alpha=0.9)
+        if len(y_SN) > 1:
+            deviation = np.array(_thinned(y_SN.std(0, ddof=1)))
+            axes.fill_between(x, mean - deviation, mean + deviation, color=color, alpha=0.18, linewidth=0)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
 
 

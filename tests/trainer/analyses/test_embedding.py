@@ -63,12 +63,6 @@ def test_the_label_that_the_features_hold_is_told_from_the_other(
     assert Image.open(png_path).size[0] > 1000
 
 
-def test_too_few_samples_are_said(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=3))
-    with pytest.raises(UserError, match=r"needs at least four samples, but the test set of .* has 3"):
-        ANALYSIS.analyze([run_dir], config=EmbeddingConfig(), options=AnalysisOptions(step=0))
-
-
 def test_features_that_are_all_equal_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """t-SNE ends the process on them with a segmentation fault, so that a test on the old code ends too."""
     monkeypatch.setattr("trainer.analyses.embedding.map_of", lambda *args, **kwargs: pytest.fail("t-SNE was called"))
