@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from data_pipeline.building.index_tars import partial_path, write_index
-from data_pipeline.building.tar_scan import ScanInputs, TarTask, scan_tar
+from data_pipeline.building.tar_scan import ScanInputs, scan_tar
 from data_pipeline.core.sample import NO_LABEL, Sample
 from data_pipeline.overlays import Overlay
 from data_pipeline.overlays.noise import Noise
@@ -269,6 +269,7 @@ def index(
     directory: Path, paths: Sequence[Path], description: Description, *, fields: Fields, beside: Sequence[str] = ()
 ) -> None:
     """Index tars as a build does."""
-    tasks = [TarTask(number, str(path)) for number, path in enumerate(paths)]
-    tars = [scan_tar(ScanInputs(fields, directory), task, is_built=True) for task in tasks]
+    tars = [
+        scan_tar(ScanInputs(fields, directory), (number, str(path)), is_built=True) for number, path in enumerate(paths)
+    ]
     write_index(tars, directory, description, fields=fields, numbered=True, beside=beside)

@@ -37,7 +37,6 @@ from data_pipeline.building.tar_scan import (
     LeftOut,
     ScanInputs,
     ScannedTar,
-    TarTask,
     mean_and_std,
     scan_tar,
 )
@@ -120,9 +119,8 @@ def make_index(
     with locked(out):
         tars: list[ScannedTar] = []
         num_samples = 0
-        tasks = [TarTask(number, path) for number, path in enumerate(paths)]
         with Progress("index", total=len(paths)) as progress:
-            for tar in run_all(scan_tar, settings, tasks, num_workers=num_workers):
+            for tar in run_all(scan_tar, settings, list(enumerate(paths)), num_workers=num_workers):
                 tars.append(tar)
                 num_samples += tar.num_samples
                 progress.advance(note=f"{num_samples} samples")

@@ -49,7 +49,6 @@ _INCOMPLETE: Final = "samples without a picture, or with one of more than 268 MB
 DOTTED: Final = "files are left out, because more than one dot is in their names; --key last-dot reads them"
 UNREAD_LABELS: Final = "labels cannot be read"
 _UNDECODED: Final = "of the pictures that were tried do not decode"
-_UNUSED: Final = "bytes behind the ends of tars, some cut short or damaged, are not used"
 
 
 class LeftOut:
@@ -120,14 +119,6 @@ class ScannedTar:
 
 
 @dataclass(frozen=True)
-class TarTask:
-    """One tar to scan: its number and path."""
-
-    number: int
-    path: str
-
-
-@dataclass(frozen=True)
 class ScanInputs:
     """The settings with which a worker scans a tar. It decodes `num_measured` pictures of each, to `size`.
 
@@ -143,16 +134,17 @@ class ScanInputs:
     tries_all: bool = False
 
 
-def scan_tar(inputs: ScanInputs, task: TarTask, *, is_built: bool = False) -> ScannedTar:
-    """Scan one tar. A worker process calls this.
+def scan_tar(inputs: ScanInputs, task: tuple[int, str], *, is_built: bool = False) -> ScannedTar:
+    """Scan one tar, of this number and path. A worker process calls this.
 
     Raises `UserError` if the file is no tar, or if a remote one is cut short or holds no file.
     """
-    with _local(inputs, task) as path:
+    number, location = task
+    with _local(inputs, location) as path:
         status, data = path.stat(), map_file(path)
-        outer = read_contents(data) if is_remote(task.path) else plain_contents(data, task.path)
-        if is_remote(task.path) and not (outer.members and outer.is_whole):
-            raise UserError(f"{task.path}: the answer of {len(data)} bytes is not a whole tar; check the location")
+        outer = read_contents(data) if is_remote(location) else plain_contents(data, location)
+        if is_remote(location) and not (outer.members and outer.is_whole):
+            raise UserError(f"{location}: the answer of {len(data)} bytes is not a whole tar; check the location")
         left_out = LeftOut()
         problems: list[str] = []
         named: Mapping[str, str | None] = {BASE: None} if inputs.fields.labels is None else inputs.fields.labels
@@ -163,10 +155,9 @@ def scan_tar(inputs: ScanInputs, task: TarTask, *, is_built: bool = False) -> Sc
         bad: list[str] = []
         chosen: list[TarMember] = []  # of all samples end to end, because many small lists cost the garbage collector
         for inner, contents in tars_in(data, outer):
-            tar = name_of_tar(inner or task.path)
+            tar = name_of_tar(inner or location)
             for name, why in contents.others:
                 left_out.add(why, name)
-            left_out.add(_UNUSED, num=contents.num_unread)
             if contents.problem is not None:
                 problems.append(f"holds {inner}, which {contents.problem}" if inner else contents.problem)
             for of_sample in _samples(contents.members, at_last_dot=inputs.fields.key == "last-dot"):
@@ -184,15 +175,15 @@ def scan_tar(inputs: ScanInputs, task: TarTask, *, is_built: bool = False) -> Sc
                     label.read(of_sample, data, tar)
                 if inputs.fields.labels is None and labels[BASE].found[-1] == NO_LABEL:
                     _add_candidates(candidates, of_sample, data, tar, with_json=len(labels[BASE].found) <= _NUM_JSON)
-        rows = measured_rows(len(chosen) // num_members, num=inputs.num_measured, tar=task.number)
+        rows = measured_rows(len(chosen) // num_members, num=inputs.num_measured, tar=number)
         sums = _measure([chosen[num_members * row] for row in rows], data, inputs, left_out)
         offsets = np.array([member.offset for member in chosen], dtype=np.int64)
         sizes = np.array([member.size for member in chosen], dtype=np.int64)
         return ScannedTar(
-            path=task.path,
+            path=location,
             num_bytes=status.st_size,
             changed_ns=status.st_mtime_ns,
-            sha256=hashlib.sha256(data).hexdigest() if is_built or is_remote(task.path) else "",
+            sha256=hashlib.sha256(data).hexdigest() if is_built or is_remote(location) else "",
             packed_NM=pack(offsets, sizes).reshape(-1, num_members),
             labels={name: tuple(label.numbers) for name, label in labels.items()},
             label_of={name: np.array(label.found, dtype=np.int32) for name, label in labels.items()},
@@ -242,17 +233,17 @@ def _samples(members: Iterable[TarMember], *, at_last_dot: bool) -> Iterator[dic
 
 
 @contextmanager
-def _local(inputs: ScanInputs, task: TarTask) -> Iterator[Path]:
+def _local(inputs: ScanInputs, location: str) -> Iterator[Path]:
     """Yield the path of a tar on this machine while the block runs.
 
     Raises `UserError` if a remote tar cannot be fetched.
     """
-    if not is_remote(task.path):
-        yield Path(task.path)
+    if not is_remote(location):
+        yield Path(location)
         return
     with tempfile.TemporaryDirectory(dir=inputs.directory) as directory:
         path = Path(directory, "copy.tar")
-        fetch(RemoteFile(task.path), path, config=_REMOTE)
+        fetch(RemoteFile(location), path, config=_REMOTE)
         yield path
 
 

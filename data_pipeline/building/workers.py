@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.audio.waveform import crop_last, fit_length, to_float
 from data_pipeline.building.catalogue import Ingredients
-from data_pipeline.building.tar_scan import ScanInputs, ScannedTar, TarTask, scan_tar
+from data_pipeline.building.tar_scan import ScanInputs, ScannedTar, scan_tar
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Record, Sample
 from data_pipeline.overlays import Overlay, baked_keys
@@ -119,7 +119,7 @@ def make_tar(plan: BuildPlan, number: int) -> MadeTar | Unreadable:
         if unreadable := _unreadable(plan, plan.order[index_B % len(plan.order)]):
             return unreadable
         raise
-    scanned = scan_tar(plan.scan, TarTask(number, str(path)), is_built=True)
+    scanned = scan_tar(plan.scan, (number, str(path)), is_built=True)
     if scanned.num_samples != len(index_B):
         num = len(index_B) - scanned.num_samples
         raise UserError(f"{path} has {num} samples of more than 268 MB; make them smaller")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -30,7 +30,7 @@ _SIZE: Final = re.compile(rb"\d{1,18}")
 _ADLER_BASE: Final = 65_521
 _MAX_RECORDS_BYTES: Final = 1 << 20
 LINKS: Final = "links, which are not read; `tar --dereference` stores files in their place"
-SPARSE: Final = "sparse files, whose holes are not stored; pack them without `--sparse`"
+SPARSE: Final = "sparse files, which are not read; pack them without `--sparse`"
 _UNPACKED_BY: Final = {b"\x1f\x8b": "gunzip", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz", b"(\xb5/\xfd": "unzstd"}
 _MANY: Final = 1 << 20  # bytes that are compared with zero at once
 
@@ -48,7 +48,7 @@ class TarContents:
     """The files of a tar in stored order, and its end.
 
     Attributes:
-        others: the names of links, and of files with holes, which are not stored as they are; with `LINKS` or `SPARSE`.
+        others: the names of links and sparse files, which are not stored as they are; with `LINKS` or `SPARSE`.
         end: the position after the last member.
         is_whole: whether the zeros that end a tar follow.
         num_unread: the number of bytes behind `end`; 0 if they are all zero.
@@ -76,15 +76,15 @@ class TarContents:
 def read_contents(data: memoryview) -> TarContents:
     """Read the headers of a tar.
 
-    Ends before the first block that is not a header, or whose content is cut short. Links, devices and folders are left
-    out. A file that a tar stores as sparse is a member if it has no holes, as file systems that compress make them.
+    Ends before the first block that is not a header, or whose content is cut short. Links, devices, folders and sparse
+    files are no members.
     """
     members: list[TarMember] = []
     others: list[tuple[str, str]] = []
     end = 0
     long_name: bytes | None = None
     long_size: int | None = None
-    records: dict[bytes, bytes] = {}
+    is_sparse = False
     while end + BLOCK <= len(data):
         header = data[end : end + BLOCK].tobytes()
         size, kind, offset = number_in(header[124:136]), header[156], end + BLOCK
@@ -96,21 +96,18 @@ def read_contents(data: memoryview) -> TarContents:
             size = long_size
         if kind == _SPARSE:
             offset += _num_map_bytes(data, end)
+            is_sparse = True
         if offset + size > len(data):
             break
         if kind in _FILE_TYPES or kind in _EMPTY_TYPES or kind == _SPARSE:
             if kind not in _EMPTY_TYPES or kind in _LINK_TYPES:
                 name = (_name_in(header) if long_name is None else long_name).decode(errors="replace")
-                if kind in _FILE_TYPES and not records:
-                    members.append(TarMember(name, offset, size))
-                elif kind in _LINK_TYPES:
-                    others.append((name, LINKS))
-                elif (place := _whole_place(data, end, offset, size, records)) is not None:
-                    members.append(TarMember(name, *place))
+                if kind in _LINK_TYPES or is_sparse:
+                    others.append((name, LINKS if kind in _LINK_TYPES else SPARSE))
                 else:
-                    others.append((name, SPARSE))
+                    members.append(TarMember(name, offset, size))
             long_name = long_size = None
-            records = {}
+            is_sparse = False
         elif kind == _LONG_NAME and size <= _MAX_RECORDS_BYTES:
             long_name = bytes(data[offset : offset + size]).partition(b"\0")[0]
         elif kind == _RECORDS and size <= _MAX_RECORDS_BYTES:
@@ -120,7 +117,7 @@ def read_contents(data: memoryview) -> TarContents:
             if b"size" in found and _SIZE.fullmatch(found[b"size"]):
                 long_size = int(found[b"size"])
             if b"GNU.sparse." in content:
-                records, long_name = found, found.get(b"GNU.sparse.name", long_name)
+                is_sparse, long_name = True, found.get(b"GNU.sparse.name", long_name)
         end = min(offset + padded(size), len(data))
     is_whole = data[end : end + BLOCK].tobytes() == bytes(BLOCK)
     rest = np.frombuffer(data, dtype=np.uint8)[end:]
@@ -181,30 +178,6 @@ def _num_map_bytes(data: memoryview, header: int) -> int:
     return block - header
 
 
-def _whole_place(
-    data: memoryview, header: int, offset: int, size: int, records: Mapping[bytes, bytes]
-) -> tuple[int, int] | None:
-    """Return the position and the size of the content of a sparse file; None if it has holes, or an unknown map.
-
-    `records` are those of PAX, if they say how it is stored; without any, its header holds a map of GNU tar.
-    """
-    if not records:
-        is_whole = number_in(bytes(data[header + 483 : header + 495])) == size
-        return (offset, size) if is_whole and offset == header + BLOCK else None
-    if records.get(b"GNU.sparse.major") == b"1":
-        content = _behind_map(data, offset=offset, size=size)
-    else:
-        content = offset, size
-    length = records.get(b"GNU.sparse.realsize", records.get(b"GNU.sparse.size"))
-    return content if content is not None and length == b"%d" % content[1] else None
-
-
-def _behind_map(data: memoryview, *, offset: int, size: int) -> tuple[int, int] | None:
-    """Return position and size of a content that begins with a map of one block, as PAX 1.0 stores it."""
-    is_map = re.match(rb"[12]\n0\n\d+\n", data[offset : offset + BLOCK]) is not None
-    return (offset + BLOCK, size - BLOCK) if is_map and size >= BLOCK else None
-
-
 def _is_header(header: bytes) -> bool:
     """Return whether a block has a name, and the checksum of a header, which is taken with spaces in its own place.
 
@@ -246,11 +219,7 @@ def is_file_at(data: memoryview, *, offset: int, size: int, start: bytes = b"") 
         return False
     if data[header + 124 : header + 135] == b"%011o" % size:  # as almost all writers store a size
         return True
-    if number_in(bytes(data[header + 124 : header + 136])) in (size, 0):
-        return True
-    return _behind_map(data, offset=header, size=size + BLOCK) is not None and is_file_at(
-        data, offset=header, size=size + BLOCK
-    )
+    return number_in(bytes(data[header + 124 : header + 136])) in (size, 0)
 
 
 def name_at(data: memoryview, *, offset: int) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from data_pipeline.building.index_tars import find_candidates
 from data_pipeline.building.pool import run_all
-from data_pipeline.building.tar_scan import DOTTED, ScanInputs, TarTask, scan_tar
+from data_pipeline.building.tar_scan import DOTTED, ScanInputs, scan_tar
 from data_pipeline.core.options import SOURCE_OPTION
 from data_pipeline.core.sample import BASE, Medium
 from data_pipeline.core.value_range import VALUE_RANGE, ValueRange
@@ -76,7 +76,7 @@ def index_options(location: str, *, num_workers: int) -> list[str]:
 
     They are the rule of keys by which no file is left out, and the likeliest label if samples have none of the usual.
     """
-    tasks, options = [TarTask(number, path) for number, path in enumerate(listed_tars(location))], list[str]()
+    tasks, options = list(enumerate(listed_tars(location))), list[str]()
     for key in get_args(KeyRule):
         inputs = ScanInputs(fields=Fields(key=key), directory=Path(location))
         tars = list(run_all(scan_tar, inputs, tasks, num_workers=num_workers))

@@ -186,49 +186,6 @@ def test_sparse_files_of_gnu_tar_are_named_and_the_next_member_is_read(  # type:
     assert numbers_in(SampleStore(tmp_path)) == [0, 1, 2]
 
 
-def whole_sparse(version: str) -> bytes:
-    """A tar with a sparse file without holes and a plain one, as `tar` writes them on file systems that compress."""
-    content, name = picture(5), "a.png"
-    size = len(content)
-    info, records = tarfile.TarInfo(name), {"GNU.sparse.name": name}
-    if version == "gnu":
-        info.type = tarfile.GNUTYPE_SPARSE
-    elif version == "0.0":
-        records = {"GNU.sparse.size": f"{size}", "GNU.sparse.numblocks": "1"}
-        records |= {"GNU.sparse.offset": "0", "GNU.sparse.numbytes": f"{size}"}
-    elif version == "0.1":
-        records |= {"GNU.sparse.size": f"{size}", "GNU.sparse.numblocks": "1", "GNU.sparse.map": f"0,{size}"}
-    else:
-        records |= {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": f"{size}"}
-        content = f"1\n0\n{size}\n".encode().ljust(512, b"\0") + content
-    info.size = len(content)
-    if version == "gnu":
-        header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
-        header[386:410] = b"%011o\0%011o\0" % (0, size)
-        header[483:495] = b"%011o\0" % size
-        header[148:156] = b" " * 8
-        header[148:156] = b"%06o\0 " % sum(header)
-        head = bytes(header)
-    else:
-        info.pax_headers = records
-        if "GNU.sparse.name" in records:
-            info.name = "GNUSparseFile.0/a.png"
-        head = info.tobuf(tarfile.PAX_FORMAT)
-    plain = tarfile.TarInfo("b.png")
-    plain.size = len(picture(6))
-    return b"".join(part + bytes(-len(part) % 512) for part in (head, content, plain.tobuf(), picture(6), bytes(1_024)))
-
-
-@pytest.mark.parametrize("version", ["gnu", "0.0", "0.1", "1.0"])
-def test_sparse_files_without_holes_are_read(tmp_path: Path, index, version: str) -> None:  # type: ignore[no-untyped-def]
-    (tmp_path / "x.tar").write_bytes(whole_sparse(version))
-    with tarfile.open(tmp_path / "x.tar") as tar:
-        read = {info.name: file.read() for info in tar if (file := tar.extractfile(info)) is not None}
-    assert read == {"a.png": picture(5), "b.png": picture(6)}
-    assert index(tmp_path).status == 0
-    assert numbers_in(SampleStore(tmp_path)) == [5, 6]
-
-
 @pytest.mark.parametrize(("skip_bad", "status"), [("0", 2), ("2", 2), ("3", 0), ("99", 0)])
 def test_all_pictures_that_do_not_decode_are_listed_and_left_out(  # type: ignore[no-untyped-def]
     tmp_path: Path, index, skip_bad: str, status: int
