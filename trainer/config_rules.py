@@ -6,12 +6,6 @@ from data_pipeline.core.errors import UserError
 from trainer.config import RunConfig
 
 
-def check(config: RunConfig, *, where: str) -> None:
-    """Raise `UserError` that begins with `where` if sections do not fit each other, or like `check_classes`."""
-    check_classes(config)
-    check_sections(config, where=where)
-
-
 def check_sections(config: RunConfig, *, where: str) -> None:
     """Raise `UserError` that begins with `where` if sections of a config that was parsed do not fit each other."""
     try:

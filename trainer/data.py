@@ -105,11 +105,6 @@ class DataConfig(ReadConfig):
         """Return the location of the train set of probes: the only one, or one source of a mixture."""
         return self.train_locations[self.probed_name]
 
-    @property
-    def locations(self) -> tuple[str, ...]:
-        """Return the locations of all datasets."""
-        return (*self.train_locations.values(), self.test_dir)
-
     def absolute(self) -> Self:
         """Return a copy with absolute paths of local datasets, which other commands find in other directories."""
         sources = {
@@ -188,15 +183,11 @@ class Manifests:
 
 def read_manifests(data: DataConfig) -> Manifests:
     """Return the manifests of all datasets. Raises `UserError` if one is missing."""
-    return Manifests(read_train_manifest(data), read_manifest(data.test_dir, config=data.remote))
-
-
-def read_train_manifest(data: DataConfig) -> TrainManifest:
-    """Return the manifest of the train set, or of the sources of a mixture, as `read_manifests` does."""
-    manifests = {name: read_manifest(location, config=data.remote) for name, location in data.train_locations.items()}
-    if data.mixture is None:
-        return manifests[data.probed_name]
-    return MixtureManifest.of(manifests, weights_of(data.mixture), probed=data.probed_name)
+    sources = {name: read_manifest(location, config=data.remote) for name, location in data.train_locations.items()}
+    train: TrainManifest = sources[data.probed_name]
+    if data.mixture is not None:
+        train = MixtureManifest.of(sources, weights_of(data.mixture), probed=data.probed_name)
+    return Manifests(train, read_manifest(data.test_dir, config=data.remote))
 
 
 def read_agreed_manifests(data: DataConfig) -> Manifests:
@@ -213,8 +204,8 @@ def read_agreed_manifests(data: DataConfig) -> Manifests:
     if rank() > 0:
         raise SystemExit(2)
     raise UserError(
-        f"rank {odd[0]} finds other datasets at {' and '.join(data.locations)} than rank 0; copy the same datasets to "
-        "every machine, or use a directory that all machines share"
+        f"rank {odd[0]} finds other datasets at {data.train_name} and {data.test_dir} than rank 0; copy the same "
+        "datasets to every machine, or use a directory that all machines share"
     )
 
 

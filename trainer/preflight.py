@@ -14,12 +14,12 @@ from data_pipeline.loading.mixture import SAME_INPUTS, check_mixture
 from data_pipeline.loading.order import check_batch_size, check_ranks
 from data_pipeline.storage.manifest import Manifest
 from trainer.config import RunConfig
-from trainer.config_rules import check
+from trainer.config_rules import check_classes, check_sections
 from trainer.data import Manifests, read_manifests
 from trainer.distributed.collectives import world_size
 from trainer.mixture import TrainManifest, datasets_of, num_classes, weights_of
 from trainer.models.batch_norm import check_splits
-from trainer.models.encoder import InputSizeError, build_encoder, check_input_size, check_norm_groups
+from trainer.models.encoder import InputSizeError, build_encoder, check_input_size
 from trainer.open_settings import decide, input_size, normalization_of
 from trainer.pretrained import load_start, read_weights
 from trainer.probes.groups import pairs_of
@@ -67,7 +67,8 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
     Raises `UserError` if sections do not fit, if the two datasets do not belong together or share too many sources, if
     they do not fit the config, or if the ranks do not divide the global batch.
     """
-    check(config, where=f"the config {config.name}")
+    check_classes(config)
+    check_sections(config, where=f"the config {config.name}")
     config = config.model_copy(update={"data": config.data.with_sounds_of(manifests.train)})
     train, test = manifests.probed, manifests.test
     train_dir, test_dir = config.data.probed_dir, config.data.test_dir
@@ -193,16 +194,28 @@ def check_input_shape(config: RunConfig, *, height: int, width: int, where: str)
 
 
 def check_batch_norm(config: RunConfig, *, height: int, width: int, num_ranks: int) -> None:
-    """Raise `UserError` if a batch norm would get a single value in each channel."""
+    """Raise `UserError` if a batch norm would get a single value of each channel, which has no deviation."""
     together = config.global_batch_size // config.memory.micro_batches * (2 if config.view_forwards == "one" else 1)
     trunk_rows, head_rows = {
         "synchronized": (together, together),
         "local": (together // num_ranks, together // num_ranks),
         "split": (together // config.encoder.batch_norm_splits, together),
     }[config.encoder.batch_norm]
-    encoder = config.encoder.with_form(height=height, width=width)
+    if min(trunk_rows, head_rows) > 1:
+        return
+    local = config.encoder.with_form(height=height, width=width).model_copy(update={"batch_norm": "local"})
     height, width = config.views.further_size(height=height, width=width)  # the smaller size, if there are two
-    check_norm_groups(encoder, height=height, width=width, trunk_rows=trunk_rows, head_rows=head_rows)
+    with torch.device("meta"):
+        encoder = build_encoder(local).train()
+        try:
+            encoder.trunk(torch.zeros(trunk_rows, local.in_channels, height, width))
+            encoder.head(torch.zeros(head_rows, encoder.pooled_size))
+        except ValueError:
+            raise UserError(
+                f"batch norm needs at least two values of each channel, but {min(trunk_rows, head_rows)} sample of "
+                f"{height} x {width} gives one; raise global_batch_size, or lower memory.micro_batches, the number of "
+                "ranks or encoder.batch_norm_splits"
+            ) from None
 
 
 def check_channels_last(config: RunConfig, encoder: nn.Module, manifest: Manifest, *, device: torch.device) -> None:

@@ -108,7 +108,8 @@ def test_data_are_found_from_other_directories(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     data = resolve_recipe("debug:image", overrides).data
-    assert data.locations == (str(tmp_path / "a/train"), "s3://bucket/b", str(tmp_path / "home" / "test"))
+    locations = (*data.train_locations.values(), data.test_dir)
+    assert locations == (str(tmp_path / "a/train"), "s3://bucket/b", str(tmp_path / "home" / "test"))
     assert {Path(run.data.test_dir).is_relative_to(tmp_path) for run in resolve_study("studies:debug_seeds")} == {True}
 
 

@@ -10,7 +10,7 @@ import pytest
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from trainer.config import read_run_config
-from trainer.config_rules import check
+from trainer.config_rules import check_sections
 from trainer.run_dir import RunDir
 
 
@@ -20,4 +20,4 @@ def test_a_run_is_read_that_would_not_be_trained(tmp_path: Path) -> None:
     config = read_run_config(RunDir(tmp_path))
     assert config.encoder == resolve_recipe("debug:viewmaker").encoder
     with pytest.raises(UserError, match=r"here: .*adversary"):
-        check(config, where="here")
+        check_sections(config, where="here")

@@ -26,7 +26,7 @@ from tests.tiny_data import write_tiny_dataset
 from tests.trainer.test_tars import write_tars
 from trainer import probe
 from trainer.config import RunConfig
-from trainer.data import open_stream, read_manifests, read_train_manifest
+from trainer.data import open_stream, read_manifests
 from trainer.mixture import MixtureManifest, num_classes
 from trainer.open_settings import decide
 from trainer.original_crops import original_crops
@@ -264,7 +264,7 @@ def test_data_that_do_not_fit_a_mixture_are_one_sentence(data: Path, tmp_path: P
 
 
 def test_a_label_of_a_mixture_has_the_same_classes_in_all_sources_that_have_it(data: Path, tmp_path: Path) -> None:
-    train_set = read_train_manifest(configure(data).data)
+    train_set = read_manifests(configure(data).data).train
     assert isinstance(train_set, MixtureManifest)
     assert num_classes(train_set) == {"base": 2, "overlay": 3}
     birds, other = (

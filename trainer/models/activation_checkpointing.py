@@ -42,7 +42,8 @@ def run_blocks(
     size = len(blocks) if checkpointing == "whole" else checkpointing
     for start in range(0, len(blocks), size):
         segment = blocks[start : start + size]
-        modules = [block for block in segment if isinstance(block, nn.Module)]
+        owners = [getattr(block, "__self__", block) for block in segment]  # of a method, the module that has it
+        modules = [owner for owner in owners if isinstance(owner, nn.Module)]
         # Blocks without state need no context, with which torch.compile could not follow.
         contexts: dict[str, Any] = {}
         if modules or recompute_context is not nullcontext:

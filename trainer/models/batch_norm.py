@@ -96,8 +96,6 @@ class SynchronizedBatchNorm2d(nn.BatchNorm2d):
         assert self.running_var is not None
         self._check_input_dim(input)
         num_groups = _num_groups[-1]
-        if len(input) % num_groups:
-            raise ValueError(f"{len(input)} rows cannot be cut into {num_groups} equal groups")
         self._count(num_groups)
         if not is_distributed():
             arguments = (self.running_mean, self.running_var, self.weight, self.bias, True, self.momentum, self.eps)

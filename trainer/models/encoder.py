@@ -485,27 +485,5 @@ def check_input_size(config: EncoderConfig, *, height: int, width: int) -> None:
         build_encoder(config).eval()._map_of_size(height, width)
 
 
-def check_norm_groups(config: EncoderConfig, *, height: int, width: int, trunk_rows: int, head_rows: int) -> None:
-    """Raise `UserError` if a batch norm would get a single value of each channel, which has no deviation.
-
-    `trunk_rows` and `head_rows` are the numbers of rows that share statistics in a batch norm of the trunk and of the
-    head.
-    """
-    if min(trunk_rows, head_rows) > 1:
-        return
-    config = config.with_form(height=height, width=width)
-    with torch.device("meta"):
-        encoder = build_encoder(config.model_copy(update={"batch_norm": "local"})).train()
-        try:
-            encoder.trunk(torch.zeros(trunk_rows, config.in_channels, height, width))
-            encoder.head(torch.zeros(head_rows, encoder.pooled_size))
-        except ValueError:
-            raise UserError(
-                f"batch norm needs at least two values of each channel, but {min(trunk_rows, head_rows)} sample of "
-                f"{height} x {width} gives one; raise global_batch_size, or lower memory.micro_batches, the number of "
-                "ranks or encoder.batch_norm_splits"
-            ) from None
-
-
 def _at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -50,7 +50,7 @@ class TimmTrunk(Trunk):
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return the features. If `checkpointing` is "whole", the backward pass computes all layers again."""
         checkpointing = self.checkpointing if self.training else "none"
-        blocks = [_Features(self.model)]
+        blocks = [self.model.forward_features]
         return run_blocks(blocks, x_BCHW, checkpointing=checkpointing, random=True, recompute_context=reenter_groups())
 
     def pool(self, map_BCHW: Tensor) -> Tensor:
@@ -92,18 +92,6 @@ class TimmTrunk(Trunk):
                 f"batch norm of type {', '.join(sorted(left))} cannot be synchronised; set encoder.batch_norm=local "
                 "(then results depend on the number of ranks) or choose another model"
             )
-
-
-class _Features(nn.Module):
-    """The layers of a timm model up to its features, as one block for checkpointing."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model: Any = model
-
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        features: Tensor = self.model.forward_features(x_BCHW)
-        return features
 
 
 class _SynchronizedBatchNormAct2d(SynchronizedBatchNorm2d):

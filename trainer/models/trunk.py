@@ -103,7 +103,6 @@ class ConvolutionalTrunk(nn.Sequential, Trunk):
     def __init__(self, layers: OrderedDict[str, nn.Module], *, num_channels: int) -> None:
         super().__init__(layers)
         self.num_channels = num_channels
-        self.checkpointing: Checkpointing = "none"
         self._is_random = has_random_layers(self)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:

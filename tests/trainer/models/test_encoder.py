@@ -18,8 +18,7 @@ from trainer.models import (
     WideResNet34x5Config,
     build_encoder,
 )
-from trainer.models.batch_norm import SynchronizedBatchNorm2d
-from trainer.models.resnet import resnet_trunk, wide_resnet_trunk
+from trainer.models.resnet import wide_resnet_trunk
 
 CIFAR10 = Normalization(mean=(0.491, 0.482, 0.446), std=(0.247, 0.243, 0.261))
 SMALL = ResNetConfig(kind="resnet10", width=4)
@@ -90,18 +89,8 @@ def test_a_seed_goes_on_meaning_the_same_weights(config: EncoderConfig, expected
     torch.testing.assert_close(drawn, torch.tensor(expected), rtol=1e-5, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnet34", "resnet50"])
-@pytest.mark.parametrize("form", ["", "_small"])
-def test_the_layers_of_a_resnet_are_torchvisions(name: str, form: str) -> None:
-    config = CONFIGS.validate_python({"kind": name + form})
-    with torch.device("meta"):
-        ours = build_encoder(config, normalization=CIFAR10).trunk.state_dict()
-    theirs = torchvisions(config.kind).state_dict()
-    assert [(key, value.shape) for key, value in ours.items()] == [(key, value.shape) for key, value in theirs.items()]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "training"), [("resnet18_small", True), ("resnet18", False), ("resnet50", False)])
+@pytest.mark.parametrize(("kind", "training"), [("resnet18_small", True), ("resnet34", False), ("resnet50", False)])
 def test_resnets_are_torchvisions(kind: str, training: bool) -> None:
     encoder = build_encoder(CONFIGS.validate_python({"kind": kind}), normalization=CIFAR10)
     peer = torchvisions_with_weights(encoder, kind)
@@ -199,37 +188,12 @@ def test_the_wide_resnet_is_that_of_its_paper() -> None:
         wide_resnet_trunk(33, 2)
 
 
-def small_encoders() -> list[tuple[str, Encoder]]:
-    """One of each family and form, narrow."""
-
-    def with_trunk(trunk: Any) -> Encoder:
-        head = nn.Linear(trunk.num_channels, 128)
-        return Encoder(trunk, head, in_channels=3, normalization=CIFAR10).eval()
-
-    block = torchvision.models.resnet.Bottleneck
-    return [
-        ("resnet10", build_encoder(SMALL, normalization=CIFAR10).eval()),
-        ("standard", with_trunk(resnet_trunk(block, (1, 1, 1, 1), form="standard", width=4))),
-        ("wrn", with_trunk(wide_resnet_trunk(10, 1))),
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "encoder"), small_encoders(), ids=lambda value: value if type(value) is str else "")
-@pytest.mark.parametrize(("height", "width"), [(33, 17), (8, 64)])
-def test_sizes_of_features(name: str, encoder: Encoder, height: int, width: int) -> None:
-    views_BCHW = torch.rand(2, 3, height, width)
-    assert encoder.features(views_BCHW).shape == (2, encoder.feature_size(height, width))
-    assert encoder.pooled(views_BCHW).shape == (2, encoder.pooled_size)
-    assert encoder(views_BCHW).shape == (2, 128)
-    assert encoder.mean_C11.device.type == "cpu"
-
-
 def test_features_are_the_map_whose_mean_is_pooled_in_either_memory_format() -> None:
     encoder = build_encoder(SMALL, normalization=CIFAR10).eval()
     views_BCHW = torch.rand(2, 3, 24, 24)
     features_BF = encoder.features(views_BCHW)
     assert features_BF.min() == 0
+    assert features_BF.shape == (2, encoder.feature_size(24, 24))
     torch.testing.assert_close(features_BF.reshape(2, 32, 9).mean(2), encoder.pooled(views_BCHW))
     encoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     channels_last_BF = encoder.features(views_BCHW.to(memory_format=torch.channels_last))
@@ -315,20 +279,6 @@ def test_groups_that_do_not_divide_the_rows_are_refused(num_groups: int, batch_n
     encoder = build_encoder(config, normalization=CIFAR10)
     with pytest.raises(ValueError, match=f"5 rows cannot be cut into {num_groups} equal groups"):
         encoder(torch.rand(5, 3, 16, 16), num_groups)
-
-
-@pytest.mark.parametrize("batch_norm", ["synchronized", "local"])
-def test_config_chooses_encoder_and_batch_norm(batch_norm: str) -> None:
-    config = CONFIGS.validate_python({"kind": "resnet10", "width": 4, "batch_norm": batch_norm})
-    norms = [
-        module
-        for module in build_encoder(config, normalization=CIFAR10).modules()
-        if isinstance(module, nn.BatchNorm2d)
-    ]
-    assert {type(norm) for norm in norms} == {
-        SynchronizedBatchNorm2d if batch_norm == "synchronized" else nn.BatchNorm2d
-    }
-    assert len(norms) == 12
 
 
 @pytest.mark.parametrize(
