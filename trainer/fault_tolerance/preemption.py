@@ -37,11 +37,6 @@ class StoppedError(Exception):
         self.is_first_rank = rank() == 0
 
 
-def launcher_of(environ: Mapping[str, str]) -> str | None:
-    """Return the launcher that started this process and should not end before it; None if there is none."""
-    return next((launcher for name, launcher in _LAUNCHERS.items() if name in environ), None)
-
-
 def _is_nohup(number: signal.Signals) -> bool:
     """Return whether the run shall go on after its terminal has closed, because `nohup` started it."""
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
@@ -61,7 +56,8 @@ class StopRequests:
         self._is_interrupted = False
         self._before: dict[signal.Signals, Any] = {}
         self._any_rank: AnyRank | None = None
-        self._launcher, self._parent = launcher_of(environ), os.getppid()
+        self._launcher = next((launcher for name, launcher in _LAUNCHERS.items() if name in environ), None)
+        self._parent = os.getppid()
 
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._note) for number in WARNINGS if not _is_nohup(number)}

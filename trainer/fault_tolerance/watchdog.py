@@ -9,7 +9,7 @@ process, and the launcher ends the other ranks.
 A rank that waits for a frozen one gives no signs either, so all ranks leave their stacks.
 `trainer.fault_tolerance.stalls` names the rank that did not wait, or that left no stacks.
 
-Guarantees: a frozen run never waits forever, and a run with slow steps is not ended: see `limit`.
+Guarantees: a frozen run never waits forever, and a run with slow steps is not ended.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from data_pipeline.core.schema import Schema, Seconds
 from trainer import liveness
 from trainer.run_dir import RunDir
 
-_TIMES: Final = 20  # the longest gap so far
+_TIMES: Final = 20  # the longest gap so far, after which a rank counts as frozen
 _GRACE_SECONDS: Final = 3.0  # from the stacks to the end of the process
 _ARM_SECONDS: Final = 1.0  # between two settings of the timer, each of which starts a thread
 _HEADER_BYTES: Final = 1024
@@ -51,11 +51,6 @@ class WatchdogConfig(Schema):
     enabled: bool = True
     limit_seconds: Seconds = 60
     startup_seconds: Seconds = 600
-
-
-def limit(longest_gap: float, *, at_least: float) -> float:
-    """Return the seconds without a sign of life after which a rank counts as frozen, for the longest gap so far."""
-    return max(at_least, _TIMES * longest_gap)
 
 
 class Watchdog:
@@ -186,7 +181,7 @@ class Watchdog:
             at_least = max(self._config.startup_seconds, self._waiting_seconds)
         else:
             at_least = self._waiting_seconds if stage in _WAITING else self._config.limit_seconds
-        return limit(self._longest.get(stage, 0.0), at_least=at_least)
+        return max(at_least, _TIMES * self._longest.get(stage, 0.0))
 
     def _arm(self) -> None:
         self._armed_at, self._armed_seconds = self._last, self._seconds()

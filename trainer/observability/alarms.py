@@ -7,8 +7,7 @@ under "embeddings/"). Guarantees: an alarm never changes the run.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Final
 
 from pydantic import Field
 
@@ -38,63 +37,33 @@ class AlarmConfig(Schema):
     max_clamped_share: Share = 0.5
 
 
-@dataclass
-class _Watch:
-    """A limit of a metric, with a sentence that explains a metric on its wrong side.
-
-    `since` is the step since which it is there (None if it is not), and `reported` whether that was reported.
-    """
-
-    metric: str
-    wrong_side: Literal["below", "above"]
-    limit: float
-    meaning: str
-    since: int | None = None
-    reported: bool = False
-
-    def is_beyond(self, value: float) -> bool:
-        return value < self.limit if self.wrong_side == "below" else value > self.limit
-
-
-def _watches(config: AlarmConfig) -> tuple[_Watch, ...]:
-    return (
-        _Watch(
-            "embeddings/uniformity",
-            "above",
-            config.max_uniformity,
-            "the encoder has collapsed to a point: all pictures have nearly the same embedding",
-        ),
-        _Watch(
-            "embeddings/effective_rank",
-            "below",
-            config.min_effective_rank,
-            "the encoder has collapsed to few directions, along which all embeddings lie",
-        ),
-        _Watch(
-            "views/budget_spent",
-            "below",
-            config.min_view_change,
-            "the views have become the identity: they equal their pictures",
-        ),
-        _Watch(
-            "views/diversity",
-            "below",
-            config.min_view_change,
-            "the views have lost their randomness: both views of a picture are the same",
-        ),
-        _Watch(
-            "views/evenness",
-            "above",
-            config.max_evenness,
-            "the viewmaker is saturated: it changes every entry of a picture equally, and has almost no gradient",
-        ),
-        _Watch(
-            "views/clamped_share",
-            "above",
-            config.max_clamped_share,
-            "the views are saturated: the clamp cuts the change of most entries; lower views.budget",
-        ),
-    )
+# Of each metric: the setting that limits it, and what it means to be above a max_... or below a min_...
+_WATCHED: Final = {
+    "embeddings/uniformity": (
+        "max_uniformity",
+        "the encoder has collapsed to a point: all pictures have nearly the same embedding",
+    ),
+    "embeddings/effective_rank": (
+        "min_effective_rank",
+        "the encoder has collapsed to few directions, along which all embeddings lie",
+    ),
+    "views/budget_spent": (
+        "min_view_change",
+        "the views have become the identity: they equal their pictures",
+    ),
+    "views/diversity": (
+        "min_view_change",
+        "the views have lost their randomness: both views of a picture are the same",
+    ),
+    "views/evenness": (
+        "max_evenness",
+        "the viewmaker is saturated: it changes every entry of a picture equally, and has almost no gradient",
+    ),
+    "views/clamped_share": (
+        "max_clamped_share",
+        "the views are saturated: the clamp cuts the change of most entries; lower views.budget",
+    ),
+}
 
 
 def _per_changed_view(metric: str, metrics: Mapping[str, float]) -> float:
@@ -107,7 +76,9 @@ class Alarms:
     """The alarms of a run. They check the metrics of every logged step, in order."""
 
     def __init__(self, config: AlarmConfig) -> None:
-        self._after_steps, self._watches = config.after_steps, _watches(config)
+        self._config = config
+        self._since: dict[str, int] = {}  # the step since which a metric is beyond its limit
+        self._reported: set[str] = set()
 
     def check(self, metrics: Mapping[str, float], step: int) -> list[str]:
         """Return the alarms at `step`, one sentence each.
@@ -116,19 +87,19 @@ class Alarms:
         again only after the metric was back inside the limit. A missing metric changes nothing; NaN counts as inside.
         """
         alarms = []
-        for watch in self._watches:
-            if watch.metric not in metrics:
+        for metric, (setting, meaning) in _WATCHED.items():
+            if metric not in metrics:
                 continue
-            value = _per_changed_view(watch.metric, metrics)
-            if not watch.is_beyond(value):
-                watch.since, watch.reported = None, False
+            value, limit = _per_changed_view(metric, metrics), float(getattr(self._config, setting))
+            is_beyond, side = (value > limit, "above") if setting.startswith("max") else (value < limit, "below")
+            if not is_beyond:
+                self._since.pop(metric, None)
+                self._reported.discard(metric)
                 continue
-            if watch.since is None:
-                watch.since = step
-            if step - watch.since >= self._after_steps and not watch.reported:
-                watch.reported = True
+            since = self._since.setdefault(metric, step)
+            if step - since >= self._config.after_steps and metric not in self._reported:
+                self._reported.add(metric)
                 alarms.append(
-                    f"{watch.meaning} ({watch.metric} is {value:.3g} at step {step}, {watch.wrong_side} "
-                    f"{watch.limit:.3g} since step {watch.since})"
+                    f"{meaning} ({metric} is {value:.3g} at step {step}, {side} {limit:.3g} since step {since})"
                 )
         return alarms

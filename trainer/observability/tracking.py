@@ -8,20 +8,13 @@ from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from data_pipeline.core.environment import variable
 from data_pipeline.core.schema import Count, Line, Schema
 
-
-def _check_project(name: str) -> str:
-    if forbidden := sorted(set(name) & set("/\\#?%:")):
-        raise ValueError(f'"{name}" is not a name that W&B allows for a project; leave out {forbidden[0]}')
-    return name
-
-
 # The limits of W&B.
-Project = Annotated[Line, AfterValidator(_check_project), Field(max_length=128)]
+Project = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^\p{C}\p{Zl}\p{Zp}/\\#?%:]*$")]
 Tag = Annotated[Line, Field(max_length=64)]
 Group = Annotated[Line, Field(max_length=128)]
 FactorName = Annotated[Line, Field(max_length=64)]
