@@ -11,8 +11,8 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import IO, Final, get_args
+from dataclasses import dataclass, field, replace
+from typing import IO, Any, Final, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,30 +33,27 @@ class Census:
     """What some files are.
 
     Attributes:
-        mediums: how many are pictures and sounds, by content or at least by name.
-        kinds: how many that can be used are of each medium, format and mode.
-        sizes: how many pictures have each width and height.
-        rates: how many sounds have so many points a second.
-        channels: how many sounds, and how many pictures in a `.npy`, have so many channels.
-        tenths: how many sounds last so many tenths of a second.
+        kinds: how many are alike, as `Examined` with a length in whole tenths of a second, and no limits and reason.
         num_bytes: the size of all files together.
-        num_decoded: how many that can be used were decoded.
         limits: the lowest and the highest value of the decoded pictures of each mode of more than 8 bits.
         remarks: for each fault and finding, the names of the files, with the reasons of faults.
         digest_N: (N,) uint64, equal for equal files, and hardly ever for others.
     """
 
-    mediums: Counter[Medium | None] = field(default_factory=Counter)
-    kinds: Counter[tuple[Medium | None, str, str]] = field(default_factory=Counter)
-    sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
-    rates: Counter[int] = field(default_factory=Counter)
-    channels: Counter[tuple[Medium | None, int]] = field(default_factory=Counter)
-    tenths: Counter[int] = field(default_factory=Counter)
+    kinds: Counter[Examined] = field(default_factory=Counter)
     num_bytes: int = 0
-    num_decoded: int = 0
     limits: dict[str, tuple[float, float]] = field(default_factory=dict)
     remarks: dict[str, dict[str, str]] = field(default_factory=dict)
     digest_N: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
+
+    def count(self, medium: Medium, *facts: str) -> Counter[tuple[Any, ...]]:
+        """Return how many files of a medium that can be used have each value of these attributes of `Examined`."""
+        found: Counter[tuple[Any, ...]] = Counter()
+        for kind, num in self.kinds.items():
+            values = tuple(getattr(kind, fact) for fact in facts)
+            if kind.medium == medium and kind.fault is None and None not in values:
+                found[values] += num
+        return found
 
     @property
     def bad(self) -> dict[str, str]:
@@ -66,24 +63,14 @@ class Census:
     def add(self, name: str, found: Examined, num_bytes: int) -> None:
         """Count one file."""
         self.num_bytes += num_bytes
-        self.mediums[found.medium] += 1
         nameless = ("no ending",) if found.medium is not None and medium_of(name) is None else ()
         for remark in (found.fault,) if found.fault is not None else (*found.findings, *nameless):
             self.remarks.setdefault(remark, {})[name] = found.reason
-        if found.fault is not None:
-            return
-        self.num_decoded += found.is_decoded
-        self.kinds[found.medium, found.format, found.mode] += 1
-        if found.size is not None:
-            self.sizes[found.size] += 1
-        if found.channels is not None:
-            self.channels[found.medium, found.channels] += 1
+        seconds = None if found.seconds is None else round(found.seconds, 1)
+        self.kinds[replace(found, seconds=seconds, limits=None, reason="")] += 1
         if found.limits is not None:
             low, high = self.limits.get(found.mode, found.limits)
             self.limits[found.mode] = min(low, found.limits[0]), max(high, found.limits[1])
-        if found.rate is not None:
-            self.rates[found.rate] += 1
-            self.tenths[round(10 * (found.seconds or 0))] += 1
 
 
 def take_census(files: Files, *, num_decoded_bytes: int | None, num_workers: int, title: str) -> Census:

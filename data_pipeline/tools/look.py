@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import shlex
 import sys
@@ -24,7 +25,7 @@ from data_pipeline.building.index_tars import describe_manifest
 from data_pipeline.core.errors import UserError, printable
 from data_pipeline.core.label_words import normal
 from data_pipeline.core.options import SOURCE_OPTION
-from data_pipeline.core.sample import BASE
+from data_pipeline.core.sample import BASE, Medium
 from data_pipeline.remote.fetch import RemoteConfig, RemoteFile, fetch
 from data_pipeline.sources import LabelColumn
 from data_pipeline.sources.examine import medium_of
@@ -59,13 +60,14 @@ def look_at(path: str, *, copies: Path, num_decoded_bytes: int | None, num_worke
     files = place.files = open_files(local if place.labels is None else local.parent)
     title = f"look at {path}"
     place.census = take_census(files, num_decoded_bytes=num_decoded_bytes, num_workers=num_workers, title=title)
-    num_pictures, num_sounds = place.census.mediums["picture"], place.census.mediums["sound"]
-    if not num_pictures + num_sounds:
+    nums = Counter(kind.medium for kind in place.census.kinds.elements())
+    if not nums["picture"] + nums["sound"]:
         mend = "name the folder, the zip, the tars or the table that has them"
         place.problems.append(Problem("there are no pictures or sounds", mend, stops=True))
         return place
     try:
-        place.layout = find_layout(files, "picture" if num_pictures >= num_sounds else "sound", labels=place.labels)
+        medium: Medium = "picture" if nums["picture"] >= nums["sound"] else "sound"
+        place.layout = find_layout(files, medium, labels=place.labels)
     except UserError as error:
         place.problems.append(Problem(str(error), "", stops=True))
     else:
@@ -112,22 +114,21 @@ def _rows(place: Place, files: Files) -> Iterator[tuple[str, str]]:
     """Yield the rows of the table: what is counted, and the counts."""
     census, layout = place.census, place.layout
     yield "files", f"{len(files.names):,}, of {census.num_bytes:,} bytes"
-    for medium in ("picture", "sound"):
-        kinds = [(kind[1:], num) for kind, num in census.kinds.most_common() if kind[0] == medium]
-        if kinds:
+    mediums: tuple[Medium, Medium] = "picture", "sound"
+    for medium in mediums:
+        if kinds := census.count(medium, "format", "mode").most_common():
             yield f"{medium}s", ", ".join(f"{num:,} {form} {_coding(mode)}" for (form, mode), num in kinds)
-    if sizes := census.sizes:
-        limits = (pick(sizes, key=lambda size: size[0] * size[1]) for pick in (min, max))
+    if sizes := census.count("picture", "size"):
+        limits = (pick(sizes, key=lambda size: math.prod(size[0]))[0] for pick in (min, max))
         yield "size", _from_to(f"{width:,} x {height:,}" for width, height in limits) + " pixels"
-    if census.rates:
-        yield "rate", _counted(census.rates, "{:,} points a second")
-        yield "length", _from_to(f"{pick(census.tenths) / 10:g}" for pick in (min, max)) + " s"
-    if census.channels:
-        yield "channels", _counted(census.channels, "{0[1]}")
+    if rates := census.count("sound", "rate"):
+        yield "rate", _counted(rates, "{0[0]:,} points a second")
+        yield "length", _from_to(f"{pick(census.count('sound', 'seconds'))[0]:g}" for pick in (min, max)) + " s"
+    if channels := census.count("picture", "channels") + census.count("sound", "channels"):
+        yield "channels", _counted(channels, "{0[0]}")
     for mode, (low, high) in census.limits.items():
         yield "values", f"{low:,.6g} to {high:,.6g} ({mode})"
-    if census.mediums[None]:
-        others = Counter(ending_of(name) or name for name in files.names if not medium_of(name))
+    if others := Counter(ending_of(name) or name for name in files.names if not medium_of(name)):
         yield "others", ", ".join(f"{num:,} {word}" for word, num in others.most_common(_NUM_CLASSES))
     if layout is not None:
         splits = Counter() if layout.split_N is None else Counter(layout.split_N.tolist())
@@ -139,9 +140,8 @@ def _rows(place: Place, files: Files) -> Iterator[tuple[str, str]]:
             yield "or label", f"{SOURCE_OPTION} class_from=path:-1: {len(parents):,} folders that hold the files"
         if not layout.labels:
             yield "labels", "no labels: training needs none, probes need one"
-    num_examined = sum(num for (medium, _, _), num in census.kinds.items() if medium is not None)
-    if num_examined:
-        yield "decoded", f"{census.num_decoded:,} of {num_examined:,}, spread evenly; --decode all decodes each"
+    if decoded := census.count("picture", "is_decoded") + census.count("sound", "is_decoded"):
+        yield "decoded", f"{decoded[True,]:,} of {decoded.total():,}, spread evenly; --decode all decodes each"
 
 
 def _from_to(words: Iterable[str]) -> str:
@@ -191,10 +191,12 @@ def _problem_lines(problem: Problem) -> Iterator[str]:
 
 def _as_json(place: Place) -> dict[str, Any]:
     """Return what was found at a path, for programs, with the names of all files that a problem is about."""
-    facts = {name: fact for name, fact in vars(place.census).items() if name != "digest_N"}
     found = {
         "path": place.path,
-        **{name: fact.most_common() if isinstance(fact, Counter) else fact for name, fact in facts.items()},
+        "num_bytes": place.census.num_bytes,
+        "kinds": [{**asdict(kind), "num": num} for kind, num in place.census.kinds.most_common()],
+        "limits": place.census.limits,
+        "remarks": place.census.remarks,
         "problems": [asdict(problem) for problem in place.problems],
     }
     if (layout := place.layout) is not None:

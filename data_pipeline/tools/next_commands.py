@@ -124,8 +124,8 @@ def _value_range(limits: Mapping[str, tuple[float, float]]) -> dict[str, object]
 
 def _train(medium: Medium, train: str, test: str, num_samples: int, census: Census) -> list[str]:
     settings = [f"data.train_dir={train}", f"data.test_dir={test}"]
-    of_pictures = [(num, channels) for (of, channels), num in census.channels.items() if of == "picture"]
-    _, num_channels = max(of_pictures, default=(0, _RGB))
+    channels = census.count("picture", "channels")
+    (num_channels,) = max(channels, key=channels.__getitem__, default=(_RGB,))
     if medium == "picture" and num_channels != _RGB:
         settings += [f"encoder.in_channels={num_channels}", *(f"views.{name}_probability=0" for name in _OF_COLOURS)]
     if num_samples < _BATCH:

@@ -228,6 +228,11 @@ def many_modes(root: Path) -> None:
         Image.fromarray(deep).save(root / c / "deep.png")
 
 
+@accepted(10, said=("ignored files that are no picture (1)",))
+def a_sound_among_pictures(root: Path) -> None:
+    write(root, animals("{c}/{i}.jpg") | {"cat/s.wav": sound(3)})
+
+
 # Tables of labels
 
 
@@ -460,3 +465,18 @@ def table_of_missing_files(root: Path) -> None:
     table(root, "labels.csv", "file,animal\nimg/{i}.jpg,{c}")
     with (root / "labels.csv").open("a") as file:
         file.write("img/12.jpg,cat\n")
+
+
+@refused("there is a test split alone", looked_at=("photos",))
+def a_test_split_alone(root: Path) -> None:
+    write(root, animals("photos/test/{c}/{i}.jpg"))
+
+
+@refused("to draw a test split")
+def one_picture_of_a_class(root: Path) -> None:
+    write(root, animals("{c}/{i}.jpg", num=1))
+
+
+@refused("to draw a test split")
+def two_pictures(root: Path) -> None:
+    write(root, {f"{i}.jpg": encoded(i) for i in range(2)})
