@@ -28,10 +28,9 @@ import torch
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from data_pipeline.building.bad_records import leave_out
 from data_pipeline.building.catalogue import DATASETS, Ingredients, labels_of_overlay, open_dataset
 from data_pipeline.building.datasets import BOTH, NUM_SAMPLES_PER_SHARD, OVERLAY_MODES, SPLITS, TAR_PICTURE_SIZE
-from data_pipeline.building.index_tars import describe_manifest, partial_path, write_index
+from data_pipeline.building.index_tars import describe_manifest, leave_out, partial_path, write_index
 from data_pipeline.building.locks import LOCK_NAME, locked
 from data_pipeline.building.pool import run_all
 from data_pipeline.building.tar_scan import ScanInputs, mean_and_std

@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.audio.sound_file import SUFFIXES
-from data_pipeline.building.bad_records import leave_out
 from data_pipeline.building.catalogue import labels_of_overlay, open_picture_overlay
 from data_pipeline.building.datasets import TAR_PICTURE_SIZE
 from data_pipeline.building.locks import locked
@@ -79,6 +78,8 @@ _LIKELY_ENTRIES: Final = ("label", "class", "cls", "category", "target")  # of J
 Split = Literal["train", "test"]
 
 logger = logging.getLogger(__name__)
+
+_NUM_BAD_NAMED: Final = 10  # records in a sentence
 
 
 def make_index(
@@ -159,6 +160,26 @@ def make_index(
         beside = () if entry is None else (OVERLAY_NAME,)
         numbers = {name: classes.number_of for name, classes in found.items()}
         return write_index(tars, out, description, fields=fields, numbered=False, beside=beside, numbers=numbers), tars
+
+
+def leave_out(reasons: Sequence[str], directory: Path, *, skip_bad: int) -> None:
+    """List why records cannot be read in the file `DIRECTORY.bad.txt`, and warn of them; without any, remove the file.
+
+    Raises `UserError` if there are more than `skip_bad`.
+    """
+    listing = directory.with_name(f"{directory.name}.bad.txt")
+    if not reasons:
+        listing.unlink(missing_ok=True)
+        return
+    listing.parent.mkdir(parents=True, exist_ok=True)
+    listing.write_text("".join(f"{reason}\n" for reason in reasons), errors="surrogateescape")
+    said = f"{'; '.join(reasons[:_NUM_BAD_NAMED])}{'; ...' if len(reasons) > _NUM_BAD_NAMED else ''}; see {listing}"
+    if len(reasons) > skip_bad:
+        raise UserError(
+            f"{len(reasons)} records cannot be used: {said}, which lists all; mend or remove them, or leave them out "
+            f"with --skip-bad {len(reasons)}"
+        )
+    logger.warning("left out %d records that cannot be used: %s", len(reasons), said)
 
 
 def write_index(

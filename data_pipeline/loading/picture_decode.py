@@ -58,7 +58,7 @@ def picture_size(file: memoryview) -> tuple[int, int]:
     Raises `ValueError` with the reason if the file is not a picture or has too many pixels.
     """
     with opened(file) as picture:
-        return _size(picture)
+        return upright_size(picture)
 
 
 def decode_square(file: memoryview, *, size: int, value_range: ValueRange | None = None) -> Tensor:
@@ -68,7 +68,7 @@ def decode_square(file: memoryview, *, size: int, value_range: ValueRange | None
     `decode_crops`.
     """
     with opened(file) as picture:
-        height, width = _size(picture)
+        height, width = upright_size(picture)
         new_height, new_width, top, left = middle_square(height, width, size)
         if new_height * new_width > (Image.MAX_IMAGE_PIXELS or math.inf):
             raise ValueError(f"it is {width}x{height} pixels, too long for its shorter side")
@@ -99,11 +99,6 @@ def decode_crops(
         region_1CHW = pixels_1CHW[:, :, top:bottom, left:right]
         views.append(F.interpolate(region_1CHW, (size, size), mode="bilinear", antialias=True))
     return torch.cat(views)
-
-
-def _size(picture: ImageFile.ImageFile | NDArray[Any]) -> tuple[int, int]:
-    """Return height and width of the upright picture."""
-    return (picture.shape[0], picture.shape[1]) if isinstance(picture, np.ndarray) else upright_size(picture)
 
 
 def _enough_eighths(shortest: int, size: int) -> int:

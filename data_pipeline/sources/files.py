@@ -36,10 +36,12 @@ class Files(ABC):
     """The files below `root`, a folder, an archive or a table.
 
     Pickled, it is the path of `root` alone; a copy looks for the names again when it is asked for them.
+    `classes` are those of the labels whose classes a table names, in their order.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.classes: dict[str, tuple[str, ...]] = {}
 
     def __reduce__(self) -> tuple[Callable[..., Files], tuple[Path | None, ...]]:
         return type(self), (self.root,)
@@ -57,11 +59,6 @@ class Files(ABC):
     @cached_property
     def columns(self) -> dict[str, list[str]]:
         """Return the labels that a table has: the word of each of `names`, "" without one, by the name of the label."""
-        return {}
-
-    @cached_property
-    def classes(self) -> dict[str, tuple[str, ...]]:
-        """Return the classes of those labels whose classes the table names, in their order."""
         return {}
 
     @cached_property

@@ -94,17 +94,12 @@ def decode_rgb(picture: ImageFile.ImageFile, value_range: ValueRange | None = No
 
     Raises `ValueError` for values of an unknown range, and Pillow's errors.
     """
-    grey_range = _grey_range(picture, value_range)
-    return _to_rgb(_loaded(picture, value_range), grey_range)
-
-
-def _grey_range(picture: ImageFile.ImageFile, value_range: ValueRange | None) -> ValueRange | None:
-    """Return the range of the grey values of an opened picture: that of its file if it names one, or `value_range`."""
+    grey_range = value_range
     if picture.format in SCALED_BY_PILLOW and picture.mode != "F":
-        return _16_BITS
-    if value_range is None and picture.mode.startswith("I;16"):
-        return ValueRange(0, 4_095) if _layout(picture) == "I;12" else _16_BITS
-    return value_range
+        grey_range = _16_BITS
+    elif value_range is None and picture.mode.startswith("I;16"):
+        grey_range = ValueRange(0, 4_095) if _layout(picture) == "I;12" else _16_BITS
+    return _to_rgb(_loaded(picture, value_range), grey_range)
 
 
 def _loaded(picture: ImageFile.ImageFile, value_range: ValueRange | None) -> Image.Image:
@@ -280,8 +275,10 @@ def _check_size(height: int, width: int) -> None:
         raise Image.DecompressionBombError
 
 
-def upright_size(picture: ImageFile.ImageFile) -> tuple[int, int]:
+def upright_size(picture: ImageFile.ImageFile | NDArray[Any]) -> tuple[int, int]:
     """Return height and width of an opened picture after it is turned upright, (H, W)."""
+    if isinstance(picture, np.ndarray):
+        return picture.shape[0], picture.shape[1]
     is_turned = exif_orientation(picture) in _TURNED_BY_90_DEGREES
     return picture.size if is_turned else (picture.height, picture.width)
 

@@ -68,14 +68,8 @@ def test_rows_are_files_and_columns_are_labels(tmp_path: Path, write: object) ->
     assert layout.labels["base"].label_N.tolist() == LABELS[:3] + LABELS
     assert layout.labels["site"].label_N.tolist() == [-1, 0, -1] + [number % 2 - 1 for number in range(NUM)]
     age = layout.labels["age"]
-    assert [age.classes[label] if label >= 0 else "" for label in age.label_N[3:9]] == [
-        "",
-        "0.1",
-        "0.2",
-        "0.3",
-        "0.4",
-        "",
-    ]
+    ages = [age.classes[label] if label >= 0 else "" for label in age.label_N[3:9]]
+    assert ages == ["", "0.1", "0.2", "0.3", "0.4", ""]
     assert list(layout.labels) == ["base", "age", "site"]
     copy = pickle.loads(pickle.dumps(files))
     for each in (files, copy):

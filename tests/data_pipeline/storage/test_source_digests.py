@@ -4,7 +4,6 @@ import hashlib
 import math
 import shutil
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -141,18 +140,8 @@ def test_one_command_builds_both_splits_and_draws_them_once(
 ) -> None:
     root, drawn = write_pictures(tmp_path / "root", num=20), Mock(side_effect=in_test_split)
     monkeypatch.setattr("data_pipeline.sources.splits.in_test_split", drawn)
-    words: list[str | Path] = [
-        "build",
-        "folder_shapes",
-        "--root",
-        root,
-        "--seed",
-        "3",
-        "--workers",
-        "1",
-        "--split",
-        "both",
-    ]
+    options = ["--seed", "3", "--workers", "1", "--split", "both"]
+    words: list[str | Path] = ["build", "folder_shapes", "--root", root, *options]
     done = call(
         main, *words, "--source-option", "test_share=0.2", "--out", tmp_path, monkeypatch=monkeypatch, capsys=capsys
     )
@@ -180,21 +169,6 @@ def test_another_seed_cuts_otherwise_and_other_names_do_not(tmp_path: Path) -> N
     for path in root.glob("*/*.png"):
         path.rename(path.with_name(f"{hash(path) % 1000}-{path.name}"))
     assert test_split(seed=0) == before
-
-
-def test_the_size_of_the_built_pictures_does_not_change_the_split(tmp_path: Path) -> None:
-    root = write_pictures(tmp_path / "root", num=20)
-    names = sorted(root.glob("*/*.png"))
-    table = tmp_path / "labels.csv"
-    rows = [f"{path.relative_to(root)},{path.parent.name}\n" for path in names]
-    table.write_text("".join(["file,animal\n", *rows]))
-    for opened in (open_folder, partial(open_folder, labels=table)):
-        sides = []
-        for size in (None, 8, 24):
-            pictures = opened(root, split="test", image_size=size, test_share=0.3)
-            sides.append({pictures.path(number) for number in range(len(pictures.labels))})
-        assert sides[0] == sides[1] == sides[2]
-        assert len(sides[0]) == 12
 
 
 def test_equal_files_are_on_one_side_also_in_two_classes(tmp_path: Path) -> None:
