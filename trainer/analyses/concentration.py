@@ -90,12 +90,12 @@ def measure(loaded: LoadedRun, config: ConcentrationConfig) -> tuple[Concentrati
     Raises `UserError` for sounds, and if a class has less than two pictures.
     """
     test, seed = loaded.read_test(pictures_for="concentration"), loaded.seed
-    if not test.class_labels:
-        raise UserError(
-            f"concentration compares pictures of the same class, but {loaded.config.data.test_dir} has no label "
-            "that is a class; build it with one, or index its tars again with --label"
-        )
     rows_KN = _rows_by_class(test, config.num_per_class, seed=seed)
+    if not rows_KN.numel():
+        raise UserError(
+            "concentration needs two or more test pictures of each class of the first label, but "
+            f"{loaded.config.data.test_dir} lacks them; build a larger one with a label, or index its tars with --label"
+        )
     num_classes, num = rows_KN.shape
     images_KNCHW = to_float(test.images(rows_KN), loaded.device)
     index_KN = test.index_N[rows_KN].to(loaded.device)
@@ -207,21 +207,17 @@ def _concentration(distance_KNN: Tensor, delta: float) -> Concentration:
 def _rows_by_class(pictures: Pictures, num: int, *, seed: int) -> Tensor:
     """Return rows (K, N) of `num` pictures of each class of the first label; fewer if the smallest class has fewer.
 
-    Leaves out classes without pictures: tars with the labels 1 to 10 name a class 0 too.
+    Leaves out classes without pictures: tars with the labels 1 to 10 name a class 0 too. Returns no row if a class has
+    a single picture, or if there is no class.
     """
-    space = pictures.class_labels[0]
-    label_N, names = pictures.labels(space), pictures.class_names(space)
-    present = torch.bincount(label_N[label_N != NO_LABEL], minlength=len(names)).nonzero()[:, 0].tolist()
-    if not present:
-        raise UserError(f"concentration compares pictures of the same class, but no test picture has label_{space}")
-    by_class = [(label_N == number).nonzero()[:, 0] for number in present]
-    for number, rows_N in zip(present, by_class, strict=True):
-        if len(rows_N) < 2:
-            raise UserError(
-                f"concentration compares pictures of the same class, but class {names[number]} of label_{space} has a "
-                "single one in the test set; build a larger test set"
-            )
-    num = min(num, *(len(rows_N) for rows_N in by_class))
+    labels = [pictures.labels(space) for space in pictures.class_labels[:1]]
+    classes = [
+        (label_N, number) for label_N in labels for number in label_N[label_N != NO_LABEL].bincount().nonzero()[:, 0]
+    ]
+    by_class = [(label_N == number).nonzero()[:, 0] for label_N, number in classes]
+    num = min([num, *map(len, by_class)])
+    if num < 2 or not by_class:
+        return torch.empty(0, 0, dtype=torch.int64)
     return torch.stack([rows_N[choose_rows(len(rows_N), num, seed=seed)] for rows_N in by_class])
 
 

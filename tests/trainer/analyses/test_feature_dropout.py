@@ -152,11 +152,6 @@ def test_all_views_may_be_of_one_sample(data: Path, tmp_path: Path, monkeypatch:
     assert 0.25 < lost < 0.35
     shares = {j.views_of: j.probabilities.share_below_0_1 for j in result.judgements if j.label == "overlay"}
     assert shares == pytest.approx({"drops": lost, "keeps": 0.0})
-    config = CONFIG.model_copy(update={"of_sample": NUM_TEST})
-    with pytest.raises(
-        UserError, match=rf"of_sample={NUM_TEST}, but the test set has samples from 0 to {NUM_TEST - 1}"
-    ):
-        ANALYSIS.analyze(runs, config=config, options=AnalysisOptions())
 
 
 def test_the_one_sample_is_named_by_its_index(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

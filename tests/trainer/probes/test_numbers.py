@@ -179,7 +179,7 @@ def test_without_labels_everything_else_works_and_the_rest_says_what_is_missing(
         probe_run(run_dir, ProbeOptions(), device=CPU)
     for name in ANALYSES:
         analysis = load_analysis(name)
-        needs = {"feature_dropout": said, "concentration": f"{test_set} has no label that is a class"}
+        needs = {"feature_dropout": said, "concentration": f"but {test_set} lacks them"}
         if name in needs:
             with pytest.raises(UserError, match=needs[name]):
                 analysis.analyze([run_dir], config=analysis.settings(), options=AnalysisOptions())
