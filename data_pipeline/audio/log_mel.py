@@ -5,7 +5,7 @@ decibels. Its mean and standard deviation for the normalisation fit near silence
 budgets of the distortions are in these units.
 
 Shapes: B batch, T points of a waveform, W points of a window, F frequencies of the transform, X = 2 F real and
-imaginary parts, M mel bands from low to high, N frames in time, R frames of several waveforms, S some of the waveforms.
+imaginary parts, M mel bands from low to high, N frames in time, R frames of several waveforms.
 """
 
 from __future__ import annotations
@@ -148,21 +148,11 @@ def audible_frames(waveforms_BT: Tensor, config: MelConfig) -> Tensor:
 
     A frame has power if a point under its window is not 0. The window itself is 0 at its first point.
     """
-    if not can_use_numpy(waveforms_BT):
-        return _points_of_frames(waveforms_BT, config).any(dim=2)
-    num_points = waveforms_BT.shape[1]
-    centre_N = torch.arange(1 + num_points // config.hop).mul_(config.hop).clamp_(max=num_points - 1)
-    is_audible_BN = waveforms_BT[:, centre_N] != 0  # enough for most sounds
-    unsettled_S = is_audible_BN.logical_not().any(dim=1).nonzero()[:, 0]
-    # NumPy stops at the first point that is not 0 and takes a thirtieth of torch's time.
-    points_SNW = _points_of_frames(waveforms_BT[unsettled_S], config).numpy()
-    return is_audible_BN.index_copy_(0, unsettled_S, torch.from_numpy(points_SNW.any(axis=2)))
-
-
-def _points_of_frames(waveforms_BT: Tensor, config: MelConfig) -> Tensor:
-    """Return whether each point under each frame's window is not 0, (B, N, W - 1) bool."""
     half = config.n_fft // 2
-    return F.pad(waveforms_BT.bool(), (half - 1, half)).unfold(1, config.n_fft - 1, config.hop)
+    points_BNW = F.pad(waveforms_BT.bool(), (half - 1, half)).unfold(1, config.n_fft - 1, config.hop)
+    if not can_use_numpy(waveforms_BT):
+        return points_BNW.any(dim=2)
+    return torch.from_numpy(points_BNW.numpy().any(axis=2))  # stops at the first point that is not 0
 
 
 def log_mel(power_BMN: Tensor, config: MelConfig) -> Tensor:

@@ -61,15 +61,6 @@ class SoundFacts:
         return self.num_points / self.sample_rate
 
 
-@dataclass(frozen=True)
-class Recording:
-    """A sound as it is stored: (T,) int16 points of one channel, and what was odd or changed, as in `SoundFacts`."""
-
-    points: NDArray[np.int16]
-    sample_rate: int
-    remarks: tuple[str, ...]
-
-
 def sound_facts(file: IO[bytes], *, full: bool = False) -> SoundFacts:
     """Return what a file of a sound is, by its header and its end; `full` decodes it, and says whether it is silent.
 
@@ -84,8 +75,10 @@ def sound_facts(file: IO[bytes], *, full: bool = False) -> SoundFacts:
         return facts
 
 
-def read_sound(data: bytes, *, sample_rate: int | None = None) -> Recording:
+def read_sound(data: bytes, *, sample_rate: int | None = None) -> tuple[NDArray[np.int16], SoundFacts]:
     """Decode a file of a sound to 16 bits and one channel, the mean of all, at `sample_rate` or at its own rate.
+
+    Returns its points (T,), and the facts of the file, whose remarks also say what was changed.
 
     Points between two levels of 16 bits are rounded, and points beyond full scale are clipped, once, at the end. If the
     ratio of two rates is no fraction of small numbers, the nearest takes its place, which is within 1e-4 of it.
@@ -102,7 +95,7 @@ def read_sound(data: bytes, *, sample_rate: int | None = None) -> Recording:
         remarks.append(f"has {facts.sample_rate} points a second and is resampled to {sample_rate}")
         if np.abs(points_X).max() > 1 and _CLIPPED not in remarks:
             remarks.append(_CLIPPED)
-    return Recording(_in_16_bits(points_X), sample_rate or facts.sample_rate, tuple(remarks))
+    return _in_16_bits(points_X), replace(facts, remarks=tuple(remarks))
 
 
 @cache

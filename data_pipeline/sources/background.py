@@ -46,9 +46,8 @@ def read_sounds(root: Path, *, sample_rate: int, num_points: int) -> list[Tensor
         )
     files, sounds = Directory(root), []
     for name in names:
-        recording = files.decoded(name, read_sound)
-        points_X = to_float(torch.from_numpy(recording.points))
-        sound = resample(points_X, from_rate=recording.sample_rate, to_rate=sample_rate)
+        points_X, facts = files.decoded(name, read_sound)
+        sound = resample(to_float(torch.from_numpy(points_X)), from_rate=facts.sample_rate, to_rate=sample_rate)
         if len(sound) < num_points:
             raise UserError(
                 f"{root / name} gives {len(sound)} points at {sample_rate} a second, but {num_points} are needed; "

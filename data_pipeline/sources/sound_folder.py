@@ -46,11 +46,11 @@ class SoundFiles(SplitFiles):
 
     def __getitem__(self, number: int) -> Record:
         name = self._names[number]
-        sound = self.files.decoded(name, partial(read_sound, sample_rate=self.sample_rate))
-        remarks = sound.remarks
-        if len(sound.points) > self.num_points:
+        points, facts = self.files.decoded(name, partial(read_sound, sample_rate=self.sample_rate))
+        remarks = facts.remarks
+        if len(points) > self.num_points:
             remarks += (f"is longer than the {self.num_points / self.sample_rate:.3g} s of a sample",)
-        return Record(sound.points, int(self.labels[number]), name, remarks)
+        return Record(points, int(self.labels[number]), name, remarks)
 
 
 class SoundFolderOptions(SplitOptions):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import shutil
 from pathlib import Path
 from typing import Literal
@@ -135,26 +134,6 @@ def test_a_run_on_tars_can_be_resumed_to_the_same_bits(tars: Path, tmp_path: Pat
     first = RunDir(tmp_path / "first")
     train(resolve_recipe("debug:image", windows), first, device=CPU, command="train")
     assert losses(first) == losses(whole)
-
-
-@pytest.mark.slow
-def test_from_tars_to_a_report(
-    tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    narrow = ["encoder={kind: resnet10, width: 4, embedding_size: 16}", "probe.num_epochs=1"]
-    narrow += ["views.base_width=4", "views.num_res_blocks=1"]
-    config = resolve_recipe("viewmaker:folder", settings(tars, "num_epochs=1", *narrow))
-    run_dir = RunDir(tmp_path / "run")
-    train(config, run_dir, device=CPU, command="train")
-    probed = call(probe.main, run_dir.path, monkeypatch=monkeypatch, capsys=capsys)
-    assert probed.status == 0, probed.stderr
-    assert "label_base" in probed.stdout
-    page = tmp_path / "report.html"
-    reported = call(report.main, run_dir.path, "--out", page, monkeypatch=monkeypatch, capsys=capsys)
-    assert reported.status == 0, reported.stderr
-    assert page.stat().st_size > 10_000
-    provenance = json.loads(run_dir.provenance.read_text())
-    assert provenance["train_manifest_sha256"]
 
 
 @pytest.mark.slow

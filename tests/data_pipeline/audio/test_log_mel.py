@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tarfile
-
 import librosa
 import numpy as np
 import pytest
@@ -20,7 +18,6 @@ from data_pipeline.audio.log_mel import (
     mel_config,
     power_mel,
 )
-from data_pipeline.audio.waveform import decode_wav, fit_length, to_float
 from data_pipeline.core.errors import UserError
 from data_pipeline.sources.background import read_sounds
 from tests.real_data import archive
@@ -90,23 +87,6 @@ def test_audible_frames_are_those_with_power_in_every_band(config: MelConfig, dt
     assert torch.equal(is_audible_BN, (power_BMN > 0).all(dim=1))
     with_gradient = audible_frames(waveforms_BT.clone().requires_grad_(), config)  # as on an accelerator
     assert torch.equal(with_gradient, is_audible_BN)
-
-
-@pytest.mark.slow
-def test_recorded_speech_is_equal_to_librosa() -> None:
-    clips = []
-    with tarfile.open(archive("fsdd-recordings.tar.gz")) as tar:
-        for _ in range(8):
-            member = tar.next()
-            while member is not None and not member.isfile():
-                member = tar.next()
-            assert member is not None
-            file = tar.extractfile(member)
-            assert file is not None
-            clips.append(torch.from_numpy(decode_wav(file.read())))
-    waveforms_BT = to_float(fit_length(clips, FSDD.num_points, last_B=torch.zeros(8, dtype=torch.bool)))
-    expected = np.stack([librosas(waveform, FSDD) for waveform in waveforms_BT.numpy()])
-    np.testing.assert_allclose(ours(waveforms_BT, FSDD).numpy(), expected, rtol=0, atol=1e-4)
 
 
 def test_the_published_backgrounds_have_the_published_figures() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
 import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -104,15 +103,6 @@ def test_tars_of_many_shapes_are_read(tmp_path: Path, shape: str, kind: int) -> 
     for number, members in enumerate(SHAPES[shape]):
         by_tarfile(tmp_path / f"{number}.tar", members, kind=kind)
     assert numbers_in(indexed(tmp_path, tmp_path / "index")) == [0, 1]
-
-
-def test_a_tar_of_the_tar_command_is_read(tmp_path: Path) -> None:
-    files = tmp_path / "files"
-    files.mkdir()
-    for number in range(3):
-        (files / f"{number}.png").write_bytes(picture(number))
-    subprocess.run(["tar", "--sort=name", "-cf", tmp_path / "x.tar", "-C", files, "."], check=True)
-    assert numbers_in(indexed(tmp_path / "x.tar", tmp_path / "index")) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import json
 import tarfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -177,19 +176,6 @@ def test_a_sample_under_another_index_is_not_given_out(tmp_path: Path) -> None:
         assert len(decode(store, np.arange(3)).bad) == 3
         with pytest.raises(UserError, match="otherwise"):
             decode_sample(store, 0)
-
-
-def test_tars_that_changed_places_are_not_read_as_each_other(tmp_path: Path) -> None:
-    """Of equal sizes, with members at equal places."""
-    samples = [Sample(index, np.full((8, 8, 3), 7, np.uint8), None, {"base": index}) for index in range(4)]
-    samples = [replace(sample, mask=np.zeros((8, 8), np.uint8)) for sample in samples]
-    build(tmp_path, samples, num_samples_per_shard=2)
-    first, second = (tmp_path / f"shard-0000{number}.tar" for number in (0, 1))
-    assert first.stat().st_size == second.stat().st_size
-    first.rename(tmp_path / "x")
-    second.rename(first)
-    (tmp_path / "x").rename(second)
-    assert len(decode(SampleStore(tmp_path), np.arange(4)).bad) == 4
 
 
 @pytest.mark.parametrize("name", [SAMPLES_NAME, NUMBERS_NAME, TARS_NAME, labels_name("base")])

@@ -153,14 +153,6 @@ def test_the_noise_has_the_published_deviation_and_level_and_is_the_same_backwar
         assert policy(silence, keys(32)).mean() == pytest.approx(2.18, abs=0.02)
 
 
-def test_at_48_khz_the_noise_is_the_inverse_transform_of_normals_without_a_factor() -> None:
-    policy = Waveform(WaveformConfig(kept=None), AUDIOMNIST)
-    noise = policy.augment(torch.zeros(2, 50_000, dtype=torch.float64), keys(2))
-    spectrum = np.fft.rfft(noise.numpy())
-    np.testing.assert_allclose(spectrum.imag, 0, atol=1e-9)
-    assert ks_p_value(torch.special.ndtr(torch.from_numpy(spectrum.real.flatten())).numpy()) > 1e-3
-
-
 def test_noise_on_the_spectrogram_is_normal_and_independent_from_cell_to_cell() -> None:
     x, config = sounds(50, FSDD, torch.float64), SpectralConfig(max_masked_bands=0, max_masked_frames=0)
     noise = (Spectral(config, FSDD)(x, keys(50)) - clean_spectrogram(x, FSDD))[:, 0] / 0.25
