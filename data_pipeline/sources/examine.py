@@ -37,7 +37,7 @@ _SOUND: Final = re.compile(rb"(RIFF|RIFX|RF64).{4}WAVE|fLaC|OggS|ID3|FORM.{4}AIF
 _ARCHIVE: Final = "an archive"
 # What a file is that is neither a picture nor a sound, by its first bytes.
 _OTHERS: Final = {
-    "a pointer of Git LFS": re.compile(rb"version https://git-lfs"),
+    "a pointer of Git LFS, which `git lfs pull` replaces": re.compile(rb"version https://git-lfs"),
     "a web page": re.compile(rb"\s*<(!doctype html|html)", re.IGNORECASE),
     "a video": re.compile(rb".{4}ftyp(?!avi|hei|hev|mif|msf)|\x1aE\xdf\xa3", re.DOTALL),
     _ARCHIVE: re.compile(rb"PK\x03\x04|\x1f\x8b|.{257}ustar|7z\xbc\xaf|Rar!", re.DOTALL),

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.mixture import Mixture, MixtureSource, reading_order
-from data_pipeline.loading.order import check_ranks
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.storage.store import SampleStore
 
@@ -24,7 +23,6 @@ def run(args: argparse.Namespace) -> None:
     epoch has no such step.
     """
     opened = _opened(args.locations, args.weights)
-    check_ranks(args.batch_size, world_size=args.ranks)
     order = reading_order(
         opened,
         shuffle_shards=args.shuffle_shards,

@@ -99,8 +99,6 @@ def add_problems(place: Place, layout: Layout) -> None:
     census, problems = place.census, place.problems
     for remark, reasons in census.remarks.items():
         what, mend = _OF_FILES[remark]
-        if any("Git LFS" in reason for reason in reasons.values()):
-            mend = "run `git lfs pull`"
         problems.append(Problem(what, mend, [f"{name}: {why}" if why else name for name, why in reasons.items()]))
     for sentence, about in layout.notes.items():
         known = [name for name in about if medium_of(name) is not None]
@@ -128,19 +126,19 @@ def add_problems(place: Place, layout: Layout) -> None:
 
 def add_equal_files(found: Sequence[Place]) -> None:
     """Add the files that are equal in train and test, in two classes, or at two paths, and copies."""
-    places = [(place, place.files, _split_and_class(place)) for place in found if place.files is not None]
+    places = [(place, place.files, _split_and_classes(place)) for place in found if place.files is not None]
     problems: dict[tuple[int, str, str], list[str]] = {}
     for group in equal_files([(files, place.census) for place, files, _ in places]):
         named = [(number, places[number][1].names[name]) for number, name in group]
         means = [(number, *places[number][2][name]) for number, name in named if name in places[number][2]]
         if len(means) < 2:
             continue
-        paths, splits, words = ({mean[part] for mean in means} for part in range(3))
+        paths, splits, classes = ({mean[part] for mean in means} for part in range(3))
         if len(paths) > 1:
             case = "equal to files of another path", "remove them from one, if one is for training and one for tests"
         elif len(splits) > 1:
             case = "equal in train and test", "remove them from train, else probes look too good"
-        elif len(words) > 1:
+        elif len(classes) > 1:
             case = "equal, but of two classes", "keep them in one"
         else:
             case = "copies of others", "nothing, if that is meant"
@@ -150,15 +148,12 @@ def add_equal_files(found: Sequence[Place]) -> None:
         places[number][0].problems.append(Problem(what, mend, pairs))
 
 
-def _split_and_class(place: Place) -> dict[str, tuple[str, str]]:
-    """Return the split and the class of each record that can be used, by name; "" if there is none."""
+def _split_and_classes(place: Place) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the split of each record that can be used, "" if there is none, and its number in each label, by name."""
     layout = place.layout
     if layout is None:
         return {}
     splits = [""] * len(layout.names) if layout.split_N is None else layout.split_N.tolist()
-    words = [""] * len(layout.names)
-    for label in layout.labels.values():
-        for row, number in enumerate(label.label_N.tolist()):
-            words[row] += "" if number == NO_LABEL else f"{label.classes[number]} "
-    rows = zip(layout.names, splits, words, place.is_good, strict=True)
-    return {name: (split, word) for name, split, word, is_good in rows if is_good}
+    numbers = [label.label_N.tolist() for label in layout.labels.values()]
+    rows = zip(layout.names, place.is_good, splits, *numbers, strict=True)
+    return {name: (split, tuple(classes)) for name, is_good, split, *classes in rows if is_good}

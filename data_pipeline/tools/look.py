@@ -117,7 +117,8 @@ def _rows(place: Place, files: Files) -> Iterator[tuple[str, str]]:
     mediums: tuple[Medium, Medium] = "picture", "sound"
     for medium in mediums:
         if kinds := census.count(medium, "format", "mode").most_common():
-            yield f"{medium}s", ", ".join(f"{num:,} {form} {_coding(mode)}" for (form, mode), num in kinds)
+            words = ", ".join(f"{num:,} {form} {mode}" for (form, mode), num in kinds)
+            yield f"{medium}s", re.sub(r"PCM_[SU]?(\d+)", r"\1 bits", words)
     if sizes := census.count("picture", "size"):
         limits = (pick(sizes, key=lambda size: math.prod(size[0]))[0] for pick in (min, max))
         yield "size", _from_to(f"{width:,} x {height:,}" for width, height in limits) + " pixels"
@@ -147,11 +148,6 @@ def _rows(place: Place, files: Files) -> Iterator[tuple[str, str]]:
 def _from_to(words: Iterable[str]) -> str:
     """Return "least to most", or one word if both are the same."""
     return " to ".join(dict.fromkeys(words))
-
-
-def _coding(mode: str) -> str:
-    """Return a word for a mode of pictures or a coding of sounds, such as "16 bits" for PCM_16."""
-    return re.sub(r"PCM_[SU]?(\d+)", r"\1 bits", mode)
 
 
 def _counted(counts: Counter[Any], form: str) -> str:
@@ -196,7 +192,6 @@ def _as_json(place: Place) -> dict[str, Any]:
         "num_bytes": place.census.num_bytes,
         "kinds": [{**asdict(kind), "num": num} for kind, num in place.census.kinds.most_common()],
         "limits": place.census.limits,
-        "remarks": place.census.remarks,
         "problems": [asdict(problem) for problem in place.problems],
     }
     if (layout := place.layout) is not None:

@@ -46,10 +46,9 @@ class Verification:
     The constructor raises `UserError` if `location` holds no dataset.
     """
 
-    def __init__(self, location: str | Path, *, remote: RemoteConfig = _REMOTE) -> None:
+    def __init__(self, location: str | Path) -> None:
         self.location = location
-        self._remote = remote
-        self.manifest = read_manifest(location, config=remote)
+        self.manifest = read_manifest(location, config=_REMOTE)
         self.num_problems = self.num_sound = 0
 
     def problems(self) -> Iterator[str]:
@@ -70,7 +69,7 @@ class Verification:
 
     def _problems(self) -> Iterator[str]:
         try:
-            store = SampleStore(self.location, remote=self._remote, manifest=self.manifest, surveys=False)
+            store = SampleStore(self.location, remote=_REMOTE, manifest=self.manifest, surveys=False)
         except UserError as error:
             yield f"{self.location}: {error}"
             return
