@@ -65,24 +65,6 @@ def manifest_of(data: Path) -> Manifest:
     return load_manifest(data / "train")
 
 
-@pytest.mark.slow
-def test_a_run_normalises_by_its_train_set_and_needs_it_no_more_once_it_is_trained(data: Path, tmp_path: Path) -> None:
-    """A run directory is enough to load the encoder at every step, also untrained, and to export it."""
-    copy = shutil.copytree(data, tmp_path / "data")
-    manifest = manifest_of(copy)
-    run_dir = start(copy, tmp_path / "run", *OF_THE_DATA)
-    assert json.loads(run_dir.config.read_text())["encoder"]["mean"] is None
-    shutil.rmtree(copy)
-    for step in (0, None):
-        encoder = load_encoder(run_dir.path, step=step)
-        for ours, expected in zip(numbers_of(encoder), (manifest.mean, manifest.std), strict=True):
-            assert ours == pytest.approx(expected)
-        assert encoder(views()).isfinite().all()
-    save_encoder(run_dir, tmp_path / "encoder.safetensors")
-    exported = load_encoder(tmp_path / "encoder.safetensors")
-    assert torch.equal(exported.pooled(views()), load_encoder(run_dir.path).pooled(views()))
-
-
 @pytest.mark.parametrize(
     ("record", "message"),
     [
@@ -112,15 +94,17 @@ BY_SIZE = ["encoder={kind: resnet18_by_size, embedding_size: 8}"]
 
 
 @pytest.mark.slow
-def test_a_network_by_size_has_the_form_that_suits_the_pictures(
+def test_a_network_has_form_and_normalisation_of_its_train_set_and_needs_it_no_more_once_it_is_trained(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A run directory is enough to load the encoder at every step, also untrained, and to export it."""
     size, kind = 64, "resnet18"
     data = build_photos(tmp_path / "photos", size=size, num_train=8, num_test=8)
     with caplog.at_level(logging.INFO):
         run_dir = start(data, tmp_path / "run", *BY_SIZE, "global_batch_size=8", "precision=float32", ONLINE)
     assert f"encoder.kind=resnet18_by_size is {kind} for inputs of {size}x{size}" in caplog.text
-    assert json.loads(run_dir.config.read_text())["encoder"]["kind"] == "resnet18_by_size"
+    asked, manifest = json.loads(run_dir.config.read_text())["encoder"], manifest_of(data)
+    assert (asked["kind"], asked["mean"]) == ("resnet18_by_size", None)
     assert json.loads(run_dir.provenance.read_text())["encoder_input_size"] == [size, size]
     shutil.rmtree(data)
     by_hand = build_encoder(ResNetConfig(kind=kind, embedding_size=8))
@@ -129,6 +113,8 @@ def test_a_network_by_size_has_the_form_that_suits_the_pictures(
         assert encoder.state_dict().keys() == by_hand.state_dict().keys()
         for name, value in encoder.state_dict().items():
             assert value.shape == by_hand.state_dict()[name].shape, name
+        for ours, expected in zip(numbers_of(encoder), (manifest.batch_mean, manifest.batch_std), strict=True):
+            assert ours == pytest.approx(expected)
     save_encoder(run_dir, tmp_path / "encoder.safetensors")
     x = torch.rand(2, 3, size, size)
     assert torch.equal(load_encoder(tmp_path / "encoder.safetensors").pooled(x), load_encoder(run_dir.path).pooled(x))

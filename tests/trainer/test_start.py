@@ -76,10 +76,8 @@ def started_with(directory: Path, config: RunConfig) -> dict[str, Tensor]:
 
 
 def test_an_export_starts_another_run_with_the_same_features(data: Path, weights: Path, tmp_path: Path) -> None:
-    run_dir, config = (
-        RunDir(tmp_path / "run"),
-        configure(data, STANDING_STILL, f"encoder.weights={weights}", "encoder.frozen_stages=1"),
-    )
+    run_dir = RunDir(tmp_path / "run")
+    config = configure(data, STANDING_STILL, f"encoder.weights={weights}", "encoder.frozen_stages=1")
     trunk = started_with(run_dir.path, config)
     given = load_encoder(weights)
     for name, parameter in given.trunk.as_published.named_parameters():
@@ -104,17 +102,13 @@ def test_an_export_starts_another_run_with_the_same_features(data: Path, weights
         assert all(parameter.requires_grad for parameter in encoder.parameters())
 
 
-def of_rank(directory: Path, config: RunConfig) -> None:
-    start(RunDir(directory), config)
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize("engine", [["engine.kind=fsdp"], ["engine.kind=deepspeed"], ["objective.kind=moco"]])
 def test_all_ranks_begin_alike_under_every_engine(
     engine: Sequence[str], data: Path, weights: Path, tmp_path: Path
 ) -> None:
     config = configure(data, STANDING_STILL, f"encoder.weights={weights}", *engine)
-    run_ranks(of_rank, 2, tmp_path / "run", config)
+    run_ranks(start, 2, RunDir(tmp_path / "run"), config)
     trunks = [trunk_of(RunDir(tmp_path / "run"))]
     if "objective.kind=moco" in engine:  # whose key encoder is a copy
         state = safetensors.torch.load_file(RunDir(tmp_path / "run").checkpoint(4) / "objective.safetensors")

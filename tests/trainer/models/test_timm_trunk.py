@@ -53,15 +53,6 @@ def test_maps_of_tokens_and_of_pixels(name: str, options: dict[str, Any], size: 
     assert pooled.features(views_BCHW).shape == (2, pooled.feature_size(32, 32)) == (2, encoder.pooled_size)
 
 
-def test_under_autocast_all_that_comes_out_is_float32() -> None:
-    encoder = build_encoder(TimmConfig(name="test_efficientnet", probe_reads="map"), normalization=CIFAR10).eval()
-    views_BCHW = torch.rand(2, 3, 32, 32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert encoder.trunk(views_BCHW).dtype == torch.bfloat16
-        outputs = [call(views_BCHW.bfloat16()) for call in (encoder, encoder.features, encoder.pooled)]
-    assert [output.dtype for output in outputs] == [torch.float32] * 3
-
-
 @pytest.mark.slow
 def test_batch_norms_with_an_activation_keep_their_names_and_results() -> None:
     torch.manual_seed(0)
