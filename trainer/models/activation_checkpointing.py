@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from data_pipeline.core.schema import Count
+from trainer.models.batch_norm import reenter_groups
 
 Checkpointing = Literal["none", "whole"] | Count
 
@@ -25,17 +26,14 @@ def run_blocks(
     *,
     checkpointing: Checkpointing,
     random: bool = False,
-    recompute_context: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Tensor:
     """Run `x` through all blocks, one after the other.
 
     The backward pass computes segments of blocks again. The recomputation does not change buffers (running statistics
-    of batch norm).
+    of batch norm), and has the same `grouped_statistics`.
 
     checkpointing: the number of blocks in a segment; "whole" for all blocks, "none" for no recomputation.
     random: whether the blocks draw from torch's generators; then their state is restored for the recomputation.
-    recompute_context: a function that returns a context for the recomputation, which runs when the context of the
-        first forward pass has ended.
     """
     if checkpointing == "none" or not torch.is_grad_enabled():
         return _run(blocks, x)
@@ -46,20 +44,20 @@ def run_blocks(
         modules = [owner for owner in owners if isinstance(owner, nn.Module)]
         # Blocks without state need no context, with which torch.compile could not follow.
         contexts: dict[str, Any] = {}
-        if modules or recompute_context is not nullcontext:
-            contexts["context_fn"] = partial(_contexts, modules, recompute_context)
+        if modules:
+            contexts["context_fn"] = partial(_contexts, modules, reenter_groups())
         x = checkpoint(_run, segment, x, use_reentrant=False, preserve_rng_state=random, **contexts)
     return x
 
 
 def _contexts(
-    modules: list[nn.Module], recompute_context: Callable[[], AbstractContextManager[None]]
+    modules: list[nn.Module], grouped_as_before: Callable[[], AbstractContextManager[None]]
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of the first forward pass and of the recomputation."""
 
     @contextmanager
     def recomputation() -> Iterator[None]:
-        with buffers_untouched(*modules), recompute_context():
+        with buffers_untouched(*modules), grouped_as_before():
             yield
 
     return nullcontext(), recomputation()

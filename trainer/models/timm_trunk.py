@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from data_pipeline.core.errors import UserError
 from trainer.models.activation_checkpointing import run_blocks
-from trainer.models.batch_norm import SynchronizedBatchNorm2d, reenter_groups
+from trainer.models.batch_norm import SynchronizedBatchNorm2d
 from trainer.models.trunk import Trunk
 
 # The encoder sets the first three. The others would load weights, but a config may come from a stranger.
@@ -50,8 +50,7 @@ class TimmTrunk(Trunk):
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return the features. If `checkpointing` is "whole", the backward pass computes all layers again."""
         checkpointing = self.checkpointing if self.training else "none"
-        blocks = [self.model.forward_features]
-        return run_blocks(blocks, x_BCHW, checkpointing=checkpointing, random=True, recompute_context=reenter_groups())
+        return run_blocks([self.model.forward_features], x_BCHW, checkpointing=checkpointing, random=True)
 
     def pool(self, map_BCHW: Tensor) -> Tensor:
         """Return the input of the model's classifier, (B, C): a mean or a class token, after its norms."""

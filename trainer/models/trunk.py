@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from data_pipeline.core.errors import UserError
 from trainer.models.activation_checkpointing import Checkpointing, run_blocks
-from trainer.models.batch_norm import SplitBatchNorm2d, SynchronizedBatchNorm2d, reenter_groups, replace_batch_norm
+from trainer.models.batch_norm import SplitBatchNorm2d, SynchronizedBatchNorm2d, replace_batch_norm
 from trainer.models.random_layers import has_random_layers
 
 
@@ -109,13 +109,7 @@ class ConvolutionalTrunk(nn.Sequential, Trunk):
         if self.checkpointing == "none" or not self.training:  # a path that torch.compile can follow
             map_BCHW: Tensor = super().forward(x_BCHW)  # type: ignore[no-untyped-call]
             return map_BCHW
-        return run_blocks(
-            self._blocks(),
-            x_BCHW,
-            checkpointing=self.checkpointing,
-            random=self._is_random,
-            recompute_context=reenter_groups(),
-        )
+        return run_blocks(self._blocks(), x_BCHW, checkpointing=self.checkpointing, random=self._is_random)
 
     def blocks(self) -> tuple[nn.Module, ...]:
         return tuple(block for layer in self if isinstance(layer, nn.Sequential) for block in layer)

@@ -27,7 +27,6 @@ from trainer.models.batch_norm import (
     check_splits,
     counted_together,
     grouped_statistics,
-    reenter_groups,
     replace_batch_norm,
     share_running_statistics,
     synchronized_batch_norm,
@@ -172,7 +171,7 @@ def one_after_the_other(parts: list[Tensor], grads: list[Tensor]) -> dict[str, T
 def together(checkpointing: Checkpointing, parts: list[Tensor], grads: list[Tensor]) -> dict[str, Tensor]:
     def forward(norm: nn.Module, x: list[Tensor]) -> Tensor:
         with grouped_statistics(len(x)):
-            return run_blocks([norm], torch.cat(x), checkpointing=checkpointing, recompute_context=reenter_groups())
+            return run_blocks([norm], torch.cat(x), checkpointing=checkpointing)
 
     return trained_in_groups(affine(SynchronizedBatchNorm2d(3)), parts, grads, forward)
 

@@ -138,18 +138,6 @@ def test_the_law_of_every_first_weight(config: ResNetConfig, stem_std: float, ot
 
 
 @pytest.mark.slow
-def test_a_stem_without_its_relu() -> None:
-    encoder = build_encoder(ResNetConfig(kind="resnet18", stem_relu=False), normalization=CIFAR10).eval()
-    peer = torchvisions_with_weights(encoder, "resnet18").eval()
-    x_BCHW = torch.rand(2, 3, 24, 24)
-    map_BCHW = peer.maxpool(peer.bn1(peer.conv1(x_BCHW)))
-    for stage in (peer.layer1, peer.layer2, peer.layer3, peer.layer4):
-        map_BCHW = stage(map_BCHW)
-    torch.testing.assert_close(encoder.trunk(x_BCHW), map_BCHW)
-    assert not torch.allclose(peer(x_BCHW), map_BCHW.mean((2, 3)), rtol=1e-2)
-
-
-@pytest.mark.slow
 def test_the_wide_resnet_is_that_of_its_paper() -> None:
     """The forward pass of the published code, which is written with functions of the state."""
     trunk = wide_resnet_trunk(16, 2).eval()
