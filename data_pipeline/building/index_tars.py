@@ -169,7 +169,8 @@ def leave_out(reasons: Sequence[str], directory: Path, *, skip_bad: int) -> None
     """
     listing = directory.with_name(f"{directory.name}.bad.txt")
     if not reasons:
-        listing.unlink(missing_ok=True)
+        if listing.is_file():
+            listing.unlink()
         return
     listing.parent.mkdir(parents=True, exist_ok=True)
     listing.write_text("".join(f"{reason}\n" for reason in reasons), errors="surrogateescape")
