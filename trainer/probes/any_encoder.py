@@ -43,6 +43,7 @@ ONLY_LABEL: Final = "label"  # the name of a label without a name
 WITHOUT_VIEWS: Final = ProbeConfig(views="none")
 _FIXED: Final = {"views": "none", "batch_norm": "eval", "reads": "features"}
 _CPU: Final = torch.device("cpu")
+_OTHER_SCALE: Final = 2.0  # the ratio of the deviations of train and test inputs above which they are said to differ
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ def probe(
 
     Raises `UserError` if a dataset is missing or has no labels, if the labels of both differ, or if the encoder returns
     anything but finite rows. It also does so if more of the test samples than `config.allow_shared` are in the train
-    set too: by their sources for two datasets of this package, by their values for two of others.
+    set too: by their sources for two datasets of this package, by their values for two of others. Warns if the values
+    of both sets are scaled differently.
     """
     check_without_views(config)
     if isinstance(train, str | Path) and isinstance(test, str | Path):
@@ -128,6 +130,7 @@ class AnyEncoder(nn.Module):
     """Any module or function from pictures (B, C, H, W) to rows (B, D), or an `Encoder`, as probes call an encoder.
 
     A module gets pictures on the device and in the dtype of its parameters, a function float32 on the CPU.
+    `deviations` are the standard deviations of the batches that it got.
     """
 
     def __init__(self, encoder: nn.Module | Callable[[Tensor], Tensor]) -> None:
@@ -137,10 +140,12 @@ class AnyEncoder(nn.Module):
         parameter = next(self.parameters(), None)
         self.device = _CPU if parameter is None else parameter.device
         self._dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else None
+        self.deviations: list[Tensor] = []
 
     def features_and_pooled(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor]:
         """Return what the linear probe reads and what kNN reads, float32. Raises `UserError` if they are no rows."""
         encoder, inputs = self.encoder, x_BCHW.to(self.device, self._dtype)
+        self.deviations.append(inputs.float().std(correction=0))
         if isinstance(encoder, Encoder):
             features_BF, pooled_BC = encoder.features_and_pooled(inputs)
             return features_BF.float(), pooled_BC.float()
@@ -159,17 +164,20 @@ class _Encoded:
     """The features (N, F) and pooled features (N, C) of a dataset, and its labels (N,) int64 on the host.
 
     digests_N: a short digest of each input, of data of others; of a dataset of this package there is a manifest.
+    deviation: the mean over batches of the standard deviation of the inputs, as the encoder gets them.
     """
 
     features: tuple[Tensor, Tensor]
     by_label: Mapping[str, Tensor]
     manifest: Manifest | None
     digests_N: NDArray[np.uint64]
+    deviation: float
 
 
 def _encode(reader: AnyEncoder, data: LabelledData, *, which: str, batch_size: int) -> _Encoded:
     """Encode each sample once. `which` is "train" or "test", for errors and for the draw of an online overlay."""
     manifest, digests = None, list[bytes]()
+    reader.deviations.clear()
     if isinstance(data, str | Path):
         pictures = read_pictures(data, draw=TRAIN_DRAW if which == "train" else 0)
         manifest, labels = pictures.manifest, pictures.by_label
@@ -195,11 +203,20 @@ def _encode(reader: AnyEncoder, data: LabelledData, *, which: str, batch_size: i
         labels = {name: torch.cat([label_of[name] for label_of in label_parts]) for name in label_parts[0]}
     if not all(whole.isfinite().all() for whole in features):
         raise UserError(f"the features of the {which} set are not all finite; did the training of the encoder diverge?")
-    return _Encoded(features, labels, manifest, np.frombuffer(b"".join(digests), dtype=np.uint64))
+    digests_N = np.frombuffer(b"".join(digests), dtype=np.uint64)
+    return _Encoded(features, labels, manifest, digests_N, float(torch.stack(reader.deviations).mean()))
 
 
 def _check_inputs(train: _Encoded, test: _Encoded, *, allowed: float) -> None:
-    """Raise `UserError` if too many test inputs of others are train inputs too."""
+    """Warn of inputs on another scale. Raises `UserError` if too many test inputs of others are train inputs too."""
+    low, high = sorted((train.deviation, test.deviation))
+    if high > _OTHER_SCALE * low:
+        logger.warning(
+            "the inputs have a standard deviation of %.3g in the train set but %.3g in the test set; is one of them "
+            "scaled or normalised differently?",
+            train.deviation,
+            test.deviation,
+        )
     shared = shared_sources(train.digests_N, test.digests_N)
     if shared.share > allowed:
         raise UserError(

@@ -263,6 +263,13 @@ def test_test_samples_of_others_that_are_train_samples_are_refused(kind: Any) ->
     assert probe(Halves(), train_set, test_set, config=QUICK.model_copy(update={"allow_shared": 0.1}))
 
 
+def test_train_and_test_inputs_on_other_scales_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    probe(Halves(), Pairs(40, plain), Pairs(20, plain, seed=1), config=QUICK)
+    assert "standard deviation" not in caplog.text
+    probe(Halves(), Pairs(40, lambda x, y: ((x - 0.5) / 0.25, y)), Pairs(20, plain, seed=1), config=QUICK)
+    assert "standard deviation" in caplog.text
+
+
 def test_datasets_that_do_not_fit_each_other_are_refused(
     tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
