@@ -83,8 +83,8 @@ def viewmaker_sound() -> RunConfig:
 def folder() -> RunConfig:
     """Your own sounds of any rate and length: --set data.train_dir=DIR --set data.test_dir=DIR. For a GPU.
 
-    Masks and noise on the spectrogram; the settings are those of Table 2. The run is named after the folder of the
-    data. docs/data.md says how sounds are built.
+    Masks and noise on the spectrogram; the settings are from Table 2 of Tamkin et al. The run takes the name of its
+    data folder. docs/data.md says how sounds are built.
     """
     shards = data("sounds", overlay="online", sample_rate="of_data")
     return changed(spectral(), name=f"audio-{NAME_OF_DATA}", data=shards)
@@ -107,7 +107,7 @@ def folder_small() -> RunConfig:
 def folder_speed_and_pitch() -> RunConfig:
     """Your own sounds with crop, noise and changes of speed and pitch. For a GPU.
 
-    The published code changes neither. The ranges are those of speed perturbation (Ko et al. 2015: 0.9 to 1.1), and of
+    The published code changes neither speed nor pitch. The ranges come from Ko et al. 2015 (speed, 0.9 to 1.1) and from
     WavAugment (Kharitonov et al. 2021: 300 cents up or down).
     """
     return changed(

@@ -39,7 +39,7 @@ class CutOffError(ValueError):
 
 @dataclass(frozen=True)
 class SoundFacts:
-    """What a file of a sound is.
+    """The facts of one sound file.
 
     Attributes:
         format: such as "WAV", "FLAC", "OGG" or "MP3".

@@ -196,7 +196,7 @@ def write_index(
     """Write the index of tars into the directory `out`, and the manifest at last.
 
     `description` says what the samples are, `beside` names further files, whose partial files are there already.
-    `numbers` are those of the classes of each value of a label in the tars; without them, values are class names. The
+    `numbers` give the class number of each value of a label in the tars; without them, values are class names. The
     labels that are stored get their counts from the tars. The caller keeps `out` locked. The old manifest goes first
     and the new one comes last, so no process reads an index that is half replaced.
     """

@@ -44,7 +44,7 @@ _FINE: Final = 1 << 20  # places of a draw in a piece of a tar
 PATH_FIELD, TAR_FIELD = "path", "tar"  # labels that are no file: see `Fields.labels`
 _NUM_JSON: Final = 200  # samples of a tar in whose JSON entries are looked for that could be labels
 
-# What is left out.
+# Why samples or files of a tar are left out, as `LeftOut` counts them.
 _INCOMPLETE: Final = "samples without a picture, or with one of more than 268 MB, are left out"
 DOTTED: Final = "files are left out, because more than one dot is in their names; --key last-dot reads them"
 UNREAD_LABELS: Final = "labels cannot be read"
@@ -52,7 +52,7 @@ _UNDECODED: Final = "of the pictures that were tried do not decode"
 
 
 class LeftOut:
-    """What is not used: how much for each reason, and the first of it.
+    """For each reason, how many samples or files are not used, and the first of them.
 
     A reason is a sentence that goes on after a number, such as "links are not read".
     """

@@ -39,7 +39,7 @@ class NoContentError(UserError):
 
 
 def tables_in(root: Path) -> dict[str, list[Path]]:
-    """Return the tables of each split: a Parquet file, or those of a folder or a dataset on disk; else none."""
+    """Return the tables of each split: of a Parquet file, of a folder or of a dataset on disk; {} if there are none."""
     places = (*_PLACES, "*/*.arrow") if (root / _NAMES_SPLITS).is_file() else _PLACES
     found: dict[str, list[Path]] = {}
     for path in sorted(path for place in places for path in root.glob(place)) if root.is_dir() else [root]:

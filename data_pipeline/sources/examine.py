@@ -35,7 +35,7 @@ _HEAD, _TAIL = 4096, 1 << 16  # bytes by which a format is known, and in which a
 _DRAFT: Final = (64, 64)  # pixels of a JPEG that is decoded only to see whether it can be
 _SOUND: Final = re.compile(rb"(RIFF|RIFX|RF64).{4}WAVE|fLaC|OggS|ID3|FORM.{4}AIF|\xff[\xe2-\xfb]", re.DOTALL)
 _ARCHIVE: Final = "an archive"
-# What a file is that is neither a picture nor a sound, by its first bytes.
+# Files that are neither a picture nor a sound, known by their first bytes.
 _OTHERS: Final = {
     "a pointer of Git LFS, which `git lfs pull` replaces": re.compile(rb"version https://git-lfs"),
     "a web page": re.compile(rb"\s*<(!doctype html|html)", re.IGNORECASE),
@@ -49,7 +49,7 @@ _TIFF_DATA: Final = ((273, 279), (324, 325))  # the tags of where strips or tile
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What a file is.
+    """The facts of one file.
 
     Attributes:
         medium: by content; by name if the content is empty, damaged or something else; None if neither says one.

@@ -36,7 +36,7 @@ class Files(ABC):
     """The files below `root`, a folder, an archive or a table.
 
     Pickled, it is the path of `root` alone; a copy looks for the names again when it is asked for them.
-    `classes` are those of the labels whose classes a table names, in their order.
+    `classes` holds the class names, in order, of each label for which a table names them.
     """
 
     def __init__(self, root: Path) -> None:
