@@ -67,7 +67,6 @@ def sound_facts(file: IO[bytes], *, full: bool = False) -> SoundFacts:
     `file` must be able to seek. Raises `ValueError` with the reason if the file is no sound, is cut off or is empty.
     """
     if full:
-        file.seek(0)
         return _decoded(file)[0]
     with _opened(file) as (sound, facts):
         if facts.format != "MP3":  # whose length may be an estimate, and in which a seek decodes all before the place

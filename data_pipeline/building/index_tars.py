@@ -290,8 +290,8 @@ def _found_labels(
     for name in tars[0].labels:
         words = {word for each in tars for word in each.labels[name]}
         if not words and fields.labels is not None:
-            reasons = (each.left_out.first.get(UNREAD_LABELS) for each in tars)
-            unread = next((f" ({reason})" for reason in reasons if reason), "")
+            reason = all_left_out(tars).first.get(UNREAD_LABELS)
+            unread = "" if reason is None else f" ({reason})"
             raise UserError(
                 f"no sample of {location} has a label under {fields.labels[name]}{printable(unread)}; its fields are "
                 f"{seen}, so name yours with --label"

@@ -17,7 +17,7 @@ import time
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import fsspec
 from pydantic import Field
@@ -136,25 +136,18 @@ def _attempt(file: RemoteFile, path: Path, *, stall_seconds: float, deadline: fl
 
 
 def _download(url: str, path: Path, download: Future[None]) -> None:
-    try:
-        store, name = file_system(url)
-        store.get_file(name, str(path))
-    except BaseException as error:
-        download.set_exception(error)
-    else:
-        download.set_result(None)
-
-
-def file_system(url: str) -> tuple[Any, str]:
-    """Return the file system of a url, and the path there."""
     import aiohttp  # here, because ranks with local data never need it
 
     # Without this limit, aiohttp ends each download after five minutes. `_wait` has better ones. By trust_env it uses
     # the passwords in ~/.netrc, and the proxies that variables of the environment name.
     client = {"timeout": aiohttp.ClientTimeout(total=None), "trust_env": True}
-    options = {"client_kwargs": client} if url.startswith("http") else {}
-    found: tuple[Any, str] = fsspec.url_to_fs(url, **options)
-    return found
+    try:
+        store, name = fsspec.url_to_fs(url, **({"client_kwargs": client} if url.startswith("http") else {}))
+        store.get_file(name, str(path))
+    except BaseException as error:
+        download.set_exception(error)
+    else:
+        download.set_result(None)
 
 
 def _wait(download: Future[None], path: Path, *, stall_seconds: float, deadline: float) -> None:

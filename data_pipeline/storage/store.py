@@ -136,7 +136,9 @@ class SampleStore:
         self._open: dict[int, OpenTar] = {}  # the last used at the end
         self._limit = _MAX_OPEN_SHARDS if self.max_shards is None else min(_MAX_OPEN_SHARDS, self.max_shards)
         if surveys and not self.is_remote:
-            self._survey()
+            num = len(self.tar_names)
+            for number in np.linspace(0, num - 1, min(num, _NUM_SURVEYED), dtype=np.int64).tolist():
+                self.check_size(number)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": {}}  # another process maps the tars anew
@@ -177,12 +179,6 @@ class SampleStore:
             return None
         times_S = np.fromfile(path, dtype="<i8").astype(np.int64)
         return times_S if len(times_S) == len(self.tar_names) else None
-
-    def _survey(self) -> None:
-        """Raise `UserError` if a local tar is missing or has another size. Of many tars, looks at 10,000."""
-        num = len(self.tar_names)
-        for number in np.unique(np.linspace(0, num - 1, min(num, _NUM_SURVEYED)).astype(np.int64)).tolist():
-            self.check_size(number)
 
     def check_size(self, number: int) -> None:
         """Raise `UserError` if a local tar is missing or has another size than when it was indexed."""
