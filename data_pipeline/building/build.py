@@ -148,7 +148,7 @@ def build_dataset(
                 num_samples_per_shard=num_samples_per_shard,
             )
             try:
-                if _is_taken(directory):
+                if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
                     return _check_finished(directory, plan, num_workers=num_workers)
                 with _whole_or_nothing(directory, plan.scan.directory):
                     tars = _make_tars(plan, title=f"building {directory.name}", num_workers=num_workers)
@@ -353,10 +353,6 @@ def _stored_shape(source: Source, baked: Overlay | None, order: NDArray[np.int64
     height, width, num_channels = first_record(source, order.tolist()).content.shape
     shape = (num_channels, height, width)
     return baked.output_shape(shape) if isinstance(baked, PixelOverlay) else shape
-
-
-def _is_taken(directory: Path) -> bool:
-    return directory.is_file() or (directory.is_dir() and any(directory.iterdir()))
 
 
 def _check_finished(directory: Path, plan: BuildPlan, *, num_workers: int) -> Manifest:

@@ -114,13 +114,7 @@ def find_dataset(name: str) -> Dataset | None:
 
     Besides `DATASETS`, these are the bases of pictures with an overlay of other code, such as `procedural_stripes`.
     """
-    if name in DATASETS:
-        return DATASETS[name]
-    for base in PICTURES:
-        overlay = name.removeprefix(f"{base}_")
-        if overlay != name and overlay in OVERLAY_NAMES.names():
-            return Dataset(base, overlay, f"{PICTURES[base]} with {overlay} on each")
-    return None
+    return datasets_with(list(OVERLAY_NAMES.names())).get(name)
 
 
 def _checked_options(name: str, kind: type[SourceKind], given: SourceInputs) -> dict[str, OptionValue]:

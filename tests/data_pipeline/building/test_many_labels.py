@@ -177,14 +177,6 @@ def test_without_a_split_a_share_of_each_group_is_drawn(tmp_path: Path) -> None:
         counts = np.bincount(source.more_labels["sex"].label_N)
         assert counts.tolist() == {"train": [16, 16], "test": [4, 4]}[split]
     assert not parts["train"] & parts["test"]
-    with pytest.raises(UserError, match="nor a table with a column split, so both splits would hold the same pictures"):
-        open_folder(tmp_path / "pics", labels=table, split="train")
-    (tmp_path / "pics" / "train").mkdir()
-    (tmp_path / "pics" / "a").rename(tmp_path / "pics" / "train" / "a")
-    write_table(table, ["file", "sex"], [[f"train/{name}", cells["sex"]] for name, cells in labels.items()])
-    assert len(open_folder(tmp_path / "pics", labels=table, split="train").labels) == 40
-    with pytest.raises(UserError, match="has no picture in the split test; add some"):
-        open_folder(tmp_path / "pics", labels=table, split="test")
 
 
 @pytest.mark.parametrize(
