@@ -32,7 +32,7 @@ from trainer.modules import TrainedModules
 from trainer.observability.tracking import uses_wandb
 from trainer.own_code import hashes_of_code
 from trainer.pretrained import load_modules, warn_of_other_data
-from trainer.probed_runs.readout import Readout, probe
+from trainer.probed_runs.readout import Readout, read_out, reader
 from trainer.probes.features import LabelSpace, Pictures, read_pictures, read_train
 from trainer.probes.groups import pairs_of
 from trainer.probes.heads import write_heads
@@ -141,16 +141,16 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
         if rank() == 0 and is_own:
             warn_of_other_data(modules, "train", train.manifest)
             warn_of_other_data(modules, "test", test.manifest)
-        readout = probe(
-            modules,
-            train=train,
-            test=test,
-            device=device,
-            config=probe_config,
-            num_shared=num_shared,
-            run=identity,
-            scored=None if is_own else scored_on(data, config.name, seed=config.seed),
-        )
+        facts = {
+            "num_shared": num_shared,
+            # The hashes now, because the user may edit the code meanwhile.
+            "own_code": hashes_of_code(modules.config, (train.manifest, test.manifest)),
+            "run": identity,
+            "scored": None if is_own else scored_on(data, config.name, seed=config.seed),
+        }
+        modules = modules.to(device)
+        encoder, policy = reader(modules.encoder, probe_config.reads), modules.view_policy
+        readout = read_out(encoder, policy, train, test, probe_config, device, step=modules.step, facts=facts)
         write_results(place / step_name(modules.step), readout, suffix=options.suffix(config.probe))
     if rank() == 0 and is_own and not options.suffix(config.probe):
         _summarize(run_dir, config, readout.results)

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from data_pipeline.core.sample import NO_LABEL
 from trainer.models.encoder import Encoder
-from trainer.modules import TrainedModules
-from trainer.own_code import hashes_of_code
 from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, ViewFunction
 from trainer.probes.fitting import Fitted, fit
 from trainer.probes.groups import measure_groups, pairs_of
@@ -21,7 +19,7 @@ from trainer.probes.heads import Heads
 from trainer.probes.knn import TEMPERATURE, KNNResult
 from trainer.probes.linear import ProbeConfig, Target, num_labelled
 from trainer.probes.numbers import r2, sample_scores
-from trainer.probes.result import ProbeResult, ScoredEncoder, pack_right
+from trainer.probes.result import ProbeResult, pack_right
 from trainer.probes.targets import label_targets, readable_labels
 
 
@@ -31,31 +29,6 @@ class Readout:
 
     results: Mapping[LabelSpace, ProbeResult]
     heads: Heads
-
-
-def probe(
-    modules: TrainedModules,
-    *,
-    train: Pictures,
-    test: Pictures,
-    device: torch.device,
-    config: ProbeConfig | None = None,
-    num_shared: int | None = None,
-    run: str | None = None,
-    scored: ScoredEncoder | None = None,
-) -> Readout:
-    """Probe the labels of `config` (default: of the run), or all that the pictures have. Every rank calls this.
-
-    `num_shared`, `run` and `scored` are only copied into the results: the number of test samples that are in the train
-    set too, the identity of the run, and the data if they are not those of the run. Raises `UserError` if the train set
-    and the test set have different classes, or lack one of the labels.
-    """
-    # The hashes now, because the user may edit the code meanwhile.
-    own_code = hashes_of_code(modules.config, (train.manifest, test.manifest))
-    config, modules = config or modules.config.probe, modules.to(device)
-    facts = {"num_shared": num_shared, "own_code": own_code, "run": run, "scored": scored}
-    encoder = reader(modules.encoder, config.reads)
-    return read_out(encoder, modules.view_policy, train, test, config, device, step=modules.step, facts=facts)
 
 
 def read_out(
@@ -69,7 +42,11 @@ def read_out(
     step: int,
     facts: Mapping[str, Any],
 ) -> Readout:
-    """Probe an encoder on `device`, as `probe` does. `facts` are more fields of the results. Every rank calls this."""
+    """Probe the labels of `config`, or all that the pictures have, on an encoder on `device`. Every rank calls this.
+
+    `facts` are more fields of the results. Raises `UserError` if the train set and the test set have different classes,
+    or lack one of the labels.
+    """
     started = time.monotonic()
     targets = label_targets(train, test, wanted=config.labels)
     fitted = fit(

@@ -31,7 +31,7 @@ from trainer.config import RunConfig
 from trainer.modules import build_modules
 from trainer.pretrained import load_modules
 from trainer.probe import main
-from trainer.probed_runs.readout import majority_share, probe
+from trainer.probed_runs.readout import majority_share, read_out
 from trainer.probes import features
 from trainer.probes.any_encoder import probe as probe_any
 from trainer.probes.features import frozen, read_pictures
@@ -148,7 +148,8 @@ def test_real_players_come_out_as_they_went_in(data: Path) -> None:
     before = {name: copy.deepcopy(module.state_dict()) for name, module in modules.trained_modules.items()}
     train, test = read_pictures(data / "train"), read_pictures(data / "test")
     config = modules.config.probe.model_copy(update={"batch_norm": "train", "num_epochs": 2})
-    probe(modules, train=train, test=test, device=torch.device("cpu"), config=config)
+    cpu = torch.device("cpu")
+    read_out(modules.encoder, modules.view_policy, train, test, config, cpu, step=0, facts={})
     for name, module in modules.trained_modules.items():
         assert all(part.training for part in module.modules())
         assert all(parameter.requires_grad and parameter.grad is None for parameter in module.parameters())
@@ -242,7 +243,8 @@ def test_each_sample_passes_the_encoder_once_for_both_probes(data: Path, tmp_pat
     modules.encoder.trunk.register_forward_pre_hook(lambda _, inputs: passed.append(len(inputs[0])))
     train, test = (read_pictures(data / split) for split in ("train", "test"))
     config = ProbeConfig.model_validate({"views": "none", "num_epochs": 2})
-    probe(modules, train=train, test=test, device=torch.device("cpu"), config=config)
+    cpu = torch.device("cpu")
+    read_out(modules.encoder, modules.view_policy, train, test, config, cpu, step=0, facts={})
     assert sum(passed) == len(train) + len(test)
     pictures_BCHW = torch.rand(4, 3, 16, 16)
     with frozen(modules.encoder):

@@ -14,7 +14,7 @@ from data_pipeline.core.errors import UserError
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_pair
 from trainer.modules import build_modules
-from trainer.probed_runs.readout import probe
+from trainer.probed_runs import readout
 from trainer.probes import linear
 from trainer.probes.features import read_pictures, shared_rows
 
@@ -47,7 +47,7 @@ def read_out(directory: Path, views: str, num_steps: int) -> Any:
     config = recipe.probe.model_copy(update={"num_epochs": 2, "batch_size": 8, "views": views, "learning_rate": 0.1})
     train, test = read_pictures(directory / "train"), read_pictures(directory / "test")
     with mock.patch.object(linear, "_steps_at_once", return_value=num_steps):
-        found = probe(modules, train=train, test=test, device=CPU, config=config)
+        found = readout.read_out(modules.encoder, modules.view_policy, train, test, config, CPU, step=0, facts={})
     results = {space: result.model_dump(exclude={"seconds"}) for space, result in found.results.items()}
     heads = {space: (head.weight_KF.tolist(), head.bias_K.tolist()) for space, head in found.heads.by_label.items()}
     return results, heads

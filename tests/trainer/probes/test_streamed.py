@@ -29,7 +29,7 @@ from tests.trainer.test_tars import write_tars
 from trainer.analyses.analysis import AnalysisOptions
 from trainer.analyses.views import ANALYSIS, ViewsAnalysisConfig
 from trainer.modules import build_modules
-from trainer.probed_runs.readout import probe
+from trainer.probed_runs import readout
 from trainer.probes import features
 from trainer.probes.features import Pictures, read_pictures
 from trainer.probes.view_batches import view_batches
@@ -114,7 +114,8 @@ def read_out(directory: Path, views: str, streams: bool) -> Any:
     recipe = debug.image()
     config = recipe.probe.model_copy(update={"num_epochs": 2, "batch_size": 32, "views": views, "learning_rate": 0.1})
     train, test = (read(directory / split, streams=streams) for split in ("train", "test"))
-    found = probe(build_modules(recipe), train=train, test=test, device=CPU, config=config)
+    modules = build_modules(recipe)
+    found = readout.read_out(modules.encoder, modules.view_policy, train, test, config, CPU, step=0, facts={})
     results = {space: result.model_dump(exclude={"seconds"}) for space, result in found.results.items()}
     heads = {space: (head.weight_KF.tolist(), head.bias_K.tolist()) for space, head in found.heads.by_label.items()}
     return results, heads
