@@ -44,8 +44,8 @@ def test_the_page_on_ones_own_code_needs_only_names_that_are_kept() -> None:
 
 
 def test_a_name_is_imported_at_its_first_use_only() -> None:
-    get = imported_when_used("example", {"nearest": "data_pipeline.core.errors", "gone": "data_pipeline.core.errors"})
+    get = imported_when_used("data_pipeline", {"core.errors": "nearest gone"})
     assert get("nearest") is importlib.import_module("data_pipeline.core.errors").nearest
-    for name, message in (("other", "module 'example' has no attribute 'other'"), ("gone", "gone")):
+    for name, message in (("other", "module 'data_pipeline' has no attribute 'other'"), ("gone", "gone")):
         with pytest.raises(AttributeError, match=message):
             get(name)

@@ -20,20 +20,10 @@ else:
     __getattr__ = imported_when_used(
         __name__,
         {
-            "export_onnx": "trainer.exports.encoder",
-            "load_encoder": "trainer.pretrained",
-            "load_published": "trainer.pretrained",
-            "reverse_gradient": "trainer.adversary",
-            "save_encoder": "trainer.exports.encoder",
-            "save_pretrained": "trainer.exports.encoder",
+            "adversary": "reverse_gradient",
+            "exports.encoder": "export_onnx save_encoder save_pretrained",
+            "pretrained": "load_encoder load_published",
         },
     )
 
-__all__ = [
-    "export_onnx",
-    "load_encoder",
-    "load_published",
-    "reverse_gradient",
-    "save_encoder",
-    "save_pretrained",
-]
+__all__ = ["export_onnx", "load_encoder", "load_published", "reverse_gradient", "save_encoder", "save_pretrained"]

@@ -10,14 +10,7 @@ if TYPE_CHECKING:
     from data_pipeline.core.sample import NO_LABEL, Batch
 else:
     __getattr__ = imported_when_used(
-        __name__,
-        {
-            "Batch": "data_pipeline.core.sample",
-            "DrawKeys": "data_pipeline.core.counter_rng",
-            "NO_LABEL": "data_pipeline.core.sample",
-            "UserError": "data_pipeline.core.errors",
-            "keys_of_rows": "data_pipeline.core.counter_rng",
-        },
+        __name__, {"counter_rng": "DrawKeys keys_of_rows", "errors": "UserError", "sample": "NO_LABEL Batch"}
     )
 
 __all__ = ["NO_LABEL", "Batch", "DrawKeys", "UserError", "keys_of_rows"]

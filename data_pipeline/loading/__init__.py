@@ -22,13 +22,6 @@ if TYPE_CHECKING:
     from data_pipeline.loading.stream import ReadConfig, Stream
     from data_pipeline.loading.whole import read_all
 else:
-    __getattr__ = imported_when_used(
-        __name__,
-        {
-            "ReadConfig": "data_pipeline.loading.stream",
-            "Stream": "data_pipeline.loading.stream",
-            "read_all": "data_pipeline.loading.whole",
-        },
-    )
+    __getattr__ = imported_when_used(__name__, {"stream": "ReadConfig Stream", "whole": "read_all"})
 
 __all__ = ["ReadConfig", "Stream", "read_all"]

@@ -8,13 +8,6 @@ if TYPE_CHECKING:
     from data_pipeline.storage.manifest import Manifest, load_manifest
     from data_pipeline.storage.store import SampleStore
 else:
-    __getattr__ = imported_when_used(
-        __name__,
-        {
-            "Manifest": "data_pipeline.storage.manifest",
-            "SampleStore": "data_pipeline.storage.store",
-            "load_manifest": "data_pipeline.storage.manifest",
-        },
-    )
+    __getattr__ = imported_when_used(__name__, {"manifest": "Manifest load_manifest", "store": "SampleStore"})
 
 __all__ = ["Manifest", "SampleStore", "load_manifest"]

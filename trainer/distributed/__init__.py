@@ -21,14 +21,6 @@ from data_pipeline.core.public_names import imported_when_used
 if TYPE_CHECKING:
     from trainer.distributed.collectives import all_gather_rows, all_reduce_sum, rank, world_size
 else:
-    __getattr__ = imported_when_used(
-        __name__,
-        {
-            "all_gather_rows": "trainer.distributed.collectives",
-            "all_reduce_sum": "trainer.distributed.collectives",
-            "rank": "trainer.distributed.collectives",
-            "world_size": "trainer.distributed.collectives",
-        },
-    )
+    __getattr__ = imported_when_used(__name__, {"collectives": "all_gather_rows all_reduce_sum rank world_size"})
 
 __all__ = ["all_gather_rows", "all_reduce_sum", "rank", "world_size"]

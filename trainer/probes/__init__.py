@@ -16,13 +16,6 @@ if TYPE_CHECKING:
     from trainer.probes.any_encoder import Accuracy, probe
     from trainer.probes.linear import ProbeConfig
 else:
-    __getattr__ = imported_when_used(
-        __name__,
-        {
-            "Accuracy": "trainer.probes.any_encoder",
-            "ProbeConfig": "trainer.probes.linear",
-            "probe": "trainer.probes.any_encoder",
-        },
-    )
+    __getattr__ = imported_when_used(__name__, {"any_encoder": "Accuracy probe", "linear": "ProbeConfig"})
 
 __all__ = ["Accuracy", "ProbeConfig", "probe"]
