@@ -19,17 +19,17 @@ from typing import IO, TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.audio.waveform import LEVELS, UNKNOWN_SIZE
+from data_pipeline.audio.wav import LEVELS, chunks
 
 if TYPE_CHECKING:
     import soundfile
 
-SUFFIXES: Final = frozenset({".aif", ".aiff", ".flac", ".mp3", ".oga", ".ogg", ".opus", ".wav", ".wave"})
 LEAST_SECONDS: Final = 0.1  # of a sound that is not remarked as short
 SILENT: Final = "is silent"  # a remark
 _MORE_THAN_16_BITS: Final = frozenset({"PCM_24", "PCM_32", "FLOAT", "DOUBLE"})
 _TAGS_WITH_LENGTH: Final = (b"Xing\0\0\0", b"Info\0\0\0")  # of an MP3; without one, its length is an estimate
 _CLIPPED: Final = "goes beyond full scale and is clipped"
+_UNKNOWN_SIZE: Final = 0x7FFF_0000  # a size at or above this is from a program that could not seek back to write it
 _LARGEST_DENOMINATOR: Final = 1_000  # of a ratio of two rates; the filters of a larger one would fill the memory
 
 
@@ -176,16 +176,17 @@ def _with_true_length(file: IO[bytes]) -> tuple[IO[bytes], bool]:
     """
     num_bytes = file.seek(0, os.SEEK_END)
     file.seek(0)
-    form, outer, kind = struct.unpack("<4sI4s", file.read(12).ljust(12, b"\0"))
+    form, outer = struct.unpack("<4sI", file.read(8).ljust(8, b"\0"))
     is_mended = False
-    if form == b"FORM" and num_bytes < 8 + int.from_bytes(struct.pack("<I", outer), "big") < UNKNOWN_SIZE:
+    if form == b"FORM" and num_bytes < 8 + int.from_bytes(struct.pack("<I", outer), "big") < _UNKNOWN_SIZE:
         raise CutOffError(f"it is cut off: only {num_bytes} bytes are there")
     if form == b"OggS" and not _ends_ogg(file, num_bytes):
         raise CutOffError("it is cut off: its last page is missing")
-    if form == b"RIFF" and kind == b"WAVE" and (place := _chunk_of_points(file, num_bytes)) is not None:
-        start, declared = place
+    points = next(((start, size) for name, start, size in chunks(file) if name == b"data"), None)
+    if points is not None:
+        start, declared = points
         there = num_bytes - start
-        if there < declared < UNKNOWN_SIZE and outer + 8 > num_bytes:
+        if there < declared < _UNKNOWN_SIZE and outer + 8 > num_bytes:
             raise CutOffError(f"it is cut off: {there} of {declared} bytes of sound are there")
         if there < declared or (declared == 0 and there):
             file.seek(0)
@@ -195,18 +196,6 @@ def _with_true_length(file: IO[bytes]) -> tuple[IO[bytes], bool]:
             file, is_mended = io.BytesIO(data), True
     file.seek(0)
     return file, is_mended
-
-
-def _chunk_of_points(file: IO[bytes], num_bytes: int) -> tuple[int, int] | None:
-    """Return where the points of a WAV begin and how many bytes its header promises; None if there are none."""
-    at = 12
-    while at + 8 <= num_bytes:
-        file.seek(at)
-        name, size = struct.unpack("<4sI", file.read(8))
-        if name == b"data":
-            return at + 8, size
-        at += 8 + size + size % 2
-    return None
 
 
 def _ends_ogg(file: IO[bytes], num_bytes: int) -> bool:

@@ -1,82 +1,22 @@
-"""Read and write WAV, and crop or pad waveforms to one length for a batch.
+"""Change the rate of a sound, and crop or pad waveforms to one length for a batch.
 
 Shapes: B batch, T points of every waveform of a batch, X points of one sound or of all clips end to end.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import struct
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
+from data_pipeline.audio.wav import LEVELS
 from data_pipeline.core.counter_rng import DrawKeys, integers
 
 CROP_PURPOSE: Final = 100  # `purpose` in `data_pipeline.core.counter_rng`
-LEVELS: Final = 32_768  # of int16 from 0 to 1
-UNKNOWN_SIZE: Final = 0x7FFF_0000  # a size at or above this is from a program that could not seek back to write it
-_DTYPES: Final[Mapping[tuple[int, int], np.dtype[Any]]] = MappingProxyType(
-    {(1, 16): np.dtype("<i2"), (3, 32): np.dtype("<f4")}  # by WAV format tag and bits a point
-)
-
-
-def decode_wav(data: bytes | memoryview) -> NDArray[np.int16] | NDArray[np.float32]:
-    """Return a copy of the points of a WAV in memory, (T,) int16 or float32, as `encode_wav` writes it.
-
-    Parses only the header, which takes microseconds. Raises `ValueError` if `data` is not a whole mono WAV with at
-    least one int16 or float32 point.
-    """
-    dtype: np.dtype[Any] | None = None
-    for name, size, chunk in _chunks(data):
-        if len(chunk) < size:
-            raise ValueError(f"the WAV is cut off: {len(chunk)} of {size} bytes of its chunk {name!r} are there")
-        if name == b"fmt ":
-            if size < 16:
-                raise ValueError("the WAV has no whole format chunk")
-            tag, channels, _, _, _, bits = struct.unpack_from("<HHIIHH", chunk)
-            if channels != 1 or (tag, bits) not in _DTYPES:
-                raise ValueError(f"the WAV has {channels} channels of format {tag} with {bits} bits a point")
-            dtype = _DTYPES[tag, bits]
-        elif name == b"data":
-            if dtype is None:
-                raise ValueError("the WAV has no format before its points")
-            if size == 0 or size % dtype.itemsize:
-                raise ValueError(f"the WAV holds {size} bytes of points, {dtype.itemsize} bytes each")
-            points: NDArray[np.int16] | NDArray[np.float32] = np.frombuffer(chunk, dtype).copy()
-            return points
-    raise ValueError("it is not a WAV with points")
-
-
-def encode_wav(points: NDArray[np.int16] | NDArray[np.float32], *, sample_rate: int) -> bytes:
-    """Return a mono WAV of (T,) int16 or float32 points; the same points give the same bytes."""
-    from scipy.io import wavfile
-
-    assert points.ndim == 1
-    assert points.size
-    assert points.dtype in (np.int16, np.float32)
-    file = io.BytesIO()  # not through libsndfile, whose float WAVs carry the time of day
-    wavfile.write(file, sample_rate, points)
-    return file.getvalue()
-
-
-def _chunks(data: bytes | memoryview) -> Iterator[tuple[bytes, int, memoryview]]:
-    """Yield (name, size in its header, bytes that are there) of each chunk of a RIFF file; nothing for other files."""
-    view = memoryview(data)
-    if bytes(view[:4]) != b"RIFF" or bytes(view[8:12]) != b"WAVE":
-        return
-    at = 12
-    while at + 8 <= len(view):
-        name, size = struct.unpack_from("<4sI", view, at)
-        yield name, size, view[at + 8 : at + 8 + size]
-        at += 8 + size + size % 2
 
 
 def to_float(waveforms: Tensor) -> Tensor:

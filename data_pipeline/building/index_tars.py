@@ -23,7 +23,6 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.audio.sound_file import SUFFIXES
 from data_pipeline.building.catalogue import labels_of_overlay, open_picture_overlay
 from data_pipeline.building.datasets import TAR_PICTURE_SIZE
 from data_pipeline.building.locks import locked
@@ -51,6 +50,7 @@ from data_pipeline.storage.index import HASHES_NAME, NUMBERS_NAME, SAMPLES_NAME,
 from data_pipeline.storage.locations import (
     MANIFEST_NAME,
     PICTURE_FIELDS,
+    SOUND_ENDINGS,
     TARS_NAME,
     index_directory,
     is_remote,
@@ -275,7 +275,7 @@ def _found_labels(
     """Return the classes of each label of which some sample has a value. Raises `UserError` as `make_index` does."""
     seen = ", ".join(name for name, _ in _count_fields(tars).most_common(10)) or "none"
     if not any(each.num_samples for each in tars):
-        if any(f".{name.rpartition('.')[2]}" in SUFFIXES for name in _count_fields(tars)):
+        if any(name.rpartition(".")[2] in SOUND_ENDINGS for name in _count_fields(tars)):
             raise UserError(
                 f"{location} holds sounds, which are built: `python -m data_pipeline build sounds --root {location} "
                 "--out DIR`"

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data_pipeline.audio.waveform import decode_wav
+from data_pipeline.audio.wav import decode_wav
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError, printable
 from data_pipeline.core.random_crop import Crop, CropLaw, random_resized_crops

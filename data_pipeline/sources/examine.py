@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ImageFile
 
-from data_pipeline.audio.sound_file import LEAST_SECONDS, SILENT, SUFFIXES, CutOffError, sound_facts
+from data_pipeline.audio.sound_file import LEAST_SECONDS, SILENT, CutOffError, sound_facts
 from data_pipeline.core.sample import Medium
-from data_pipeline.sources.files import ending_of
+from data_pipeline.sources.files import ending_of, medium_of
 from data_pipeline.sources.picture_file import (
     JPEG_FORMATS,
     SCALED_BY_PILLOW,
@@ -80,17 +80,6 @@ class Examined:
     findings: tuple[Finding, ...] = ()
     reason: str = ""
     is_decoded: bool = False
-
-
-def medium_of(name: str) -> Medium | None:
-    """Return which medium the ending of a file's name says.
-
-    Examples:
-        >>> medium_of("a/IMG_1.JPG"), medium_of("a.flac"), medium_of("labels.csv")
-        ('picture', 'sound', None)
-    """
-    ending = ending_of(name)
-    return "picture" if ending[1:] in PICTURE_ENDINGS else "sound" if ending in SUFFIXES else None
 
 
 def examine(name: str, file: IO[bytes], *, full: bool) -> Examined:

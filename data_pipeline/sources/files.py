@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import IO, Final, TypeVar
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import Medium
+from data_pipeline.storage.locations import PICTURE_ENDINGS, SOUND_ENDINGS
 
 T = TypeVar("T")
 
@@ -30,6 +32,17 @@ def ending_of(name: str) -> str:
     """
     stem, _, ending = name.rpartition("/")[2].rpartition(".")
     return f".{ending.lower()}" if stem else ""
+
+
+def medium_of(name: str) -> Medium | None:
+    """Return which medium the ending of a file's name says.
+
+    Examples:
+        >>> medium_of("a/IMG_1.JPG"), medium_of("a.flac"), medium_of("labels.csv")
+        ('picture', 'sound', None)
+    """
+    ending = ending_of(name)[1:]
+    return "picture" if ending in PICTURE_ENDINGS else "sound" if ending in SOUND_ENDINGS else None
 
 
 class Files(ABC):

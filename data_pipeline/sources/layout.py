@@ -23,21 +23,16 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.audio import sound_file
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.label_words import MAX_CLASSES, as_number, as_word, choose_classes, normal
 from data_pipeline.core.sample import BASE, Medium
 from data_pipeline.sources import LabelColumn
-from data_pipeline.sources.files import Files, ending_of
+from data_pipeline.sources.files import Files, medium_of
 from data_pipeline.sources.known_layouts import KNOWN_LAYOUTS, TEST, TRAIN, VAL, Found, Look
-from data_pipeline.storage.locations import PICTURE_ENDINGS
+from data_pipeline.storage.locations import PICTURE_ENDINGS, SOUND_ENDINGS
 
 logger = logging.getLogger(__name__)
 
-SUFFIXES: Final[Mapping[Medium, frozenset[str]]] = {
-    "picture": frozenset(f".{ending}" for ending in PICTURE_ENDINGS),
-    "sound": sound_file.SUFFIXES,
-}
 _SPLIT_OF_WORD: Final = {
     **dict.fromkeys(("train", "training"), TRAIN),
     **dict.fromkeys(("test", "testing"), TEST),
@@ -94,14 +89,15 @@ def find_layout(
     """
     look = Look(files, medium, labels, test_fold, [], [], {})
     for name in files.names:
-        (look.names if ending_of(name) in SUFFIXES[medium] else look.beside).append(name)
+        (look.names if medium_of(name) == medium else look.beside).append(name)
     found = next(filter(None, (rule(look) for rule in KNOWN_LAYOUTS)), None) or Found("folder", look.names)
     if look.beside:
         look.notes[f"ignored files that are no {medium}"] = look.beside
     for name, why in files.others.items():
         look.notes.setdefault(f"ignored {why}", []).append(name)
     if not found.names:
-        endings = ", ".join(sorted(SUFFIXES[medium]))
+        known = PICTURE_ENDINGS if medium == "picture" else SOUND_ENDINGS
+        endings = ", ".join(f".{ending}" for ending in sorted(known))
         raise UserError(f"{files.root} holds no {medium}s ({endings}); give --root the folder that holds them")
     num_above = _num_common_folders(found.names)
     if found.splits is None:

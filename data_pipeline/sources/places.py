@@ -13,12 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from data_pipeline.audio.sound_file import SUFFIXES
 from data_pipeline.core.errors import UserError
 from data_pipeline.sources.arrow_files import ArrowFiles, NoContentError, tables_in
-from data_pipeline.sources.files import Files, ending_of, is_visible
+from data_pipeline.sources.files import Files, ending_of, is_visible, medium_of
 from data_pipeline.sources.tar_files import TAR, TarFiles
-from data_pipeline.storage.locations import PICTURE_ENDINGS, is_tars
+from data_pipeline.storage.locations import is_tars
 
 
 class Directory(Files):
@@ -97,9 +96,8 @@ def open_files(root: Path) -> Files:
         except NoContentError:  # tables that lie beside the files
             pass
         directory = Directory(root)
-        endings = set(map(ending_of, directory.names))
-        are_tars = TAR in endings and not endings & {*SUFFIXES, *(f".{ending}" for ending in PICTURE_ENDINGS)}
-        return TarFiles(root) if are_tars else directory
+        has_tars = any(ending_of(name) == TAR for name in directory.names)
+        return TarFiles(root) if has_tars and not any(map(medium_of, directory.names)) else directory
     if is_tars(root.name):
         return TarFiles(root)
     if root.is_file() and zipfile.is_zipfile(root):

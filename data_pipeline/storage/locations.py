@@ -29,6 +29,7 @@ PICTURE_ENDINGS: Final = MappingProxyType(
         **dict.fromkeys(("heic", "heif"), "HEIF"),
     }
 )
+SOUND_ENDINGS: Final = frozenset({"aif", "aiff", "flac", "mp3", "oga", "ogg", "opus", "wav", "wave"})
 PICTURE_FIELDS: Final = (*PICTURE_ENDINGS, "image.png", "image.jpg")  # of members of tars
 _MAX_WORDS: Final = 100  # letters of a location's name in that of its index
 

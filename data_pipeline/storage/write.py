@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from webdataset import TarWriter
 
-from data_pipeline.audio.waveform import encode_wav
+from data_pipeline.audio.wav import encode_wav
 from data_pipeline.core.sample import FILE_ENTRY, NO_LABEL, Sample, sample_key
 from data_pipeline.storage.png import encode_png
 

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from data_pipeline.building.pool import run_all
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import Medium
-from data_pipeline.sources.examine import Examined, Fault, examine, medium_of
-from data_pipeline.sources.files import Files
+from data_pipeline.sources.examine import Examined, Fault, examine
+from data_pipeline.sources.files import Files, medium_of
 
 NUM_DECODED_BYTES: Final = 500_000_000
 _NUM_AT_ONCE: Final = 200  # files

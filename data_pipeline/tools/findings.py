@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.audio.sound_file import LEAST_SECONDS
 from data_pipeline.core.sample import NO_LABEL
-from data_pipeline.sources.examine import medium_of
-from data_pipeline.sources.files import Files
+from data_pipeline.sources.files import Files, medium_of
 from data_pipeline.sources.known_layouts import TEST, TRAIN
 from data_pipeline.sources.layout import Layout
 from data_pipeline.storage.manifest import Manifest

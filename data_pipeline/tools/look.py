@@ -28,8 +28,7 @@ from data_pipeline.core.options import SOURCE_OPTION
 from data_pipeline.core.sample import BASE, Medium
 from data_pipeline.remote.fetch import RemoteConfig, RemoteFile, fetch
 from data_pipeline.sources import LabelColumn
-from data_pipeline.sources.examine import medium_of
-from data_pipeline.sources.files import Files, ending_of
+from data_pipeline.sources.files import Files, ending_of, medium_of
 from data_pipeline.sources.layout import find_layout
 from data_pipeline.sources.places import open_files
 from data_pipeline.sources.tar_files import TarFiles

@@ -6,7 +6,7 @@ import argparse
 import hashlib
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +21,7 @@ from data_pipeline.remote.cache import read_manifest
 from data_pipeline.remote.fetch import RemoteConfig
 from data_pipeline.storage.index import map_file
 from data_pipeline.storage.locations import MANIFEST_NAME
-from data_pipeline.storage.manifest import FileEntry
+from data_pipeline.storage.manifest import FileEntry, Manifest
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.tar_headers import read_contents
 from data_pipeline.storage.totals import Totals
@@ -35,120 +35,100 @@ _REMEDY: Final = (
 _CHUNK: Final = 256  # samples that are decoded at a time
 
 
-class Verification:
-    """A check of a dataset, in a local directory or at a remote location.
+def verify(location: str | Path, report: Callable[[str], object]) -> tuple[Manifest, int]:
+    """Report every problem of a dataset, after the name of its file. Return the manifest and how many samples decode.
 
-    Attributes:
-        location: the location as given.
-        manifest: the manifest of the dataset.
-        num_problems, num_sound: the number of problems, and of intact samples, so far.
+    `location` is a local directory or a remote location. Without a problem, each byte of a built dataset is as it was:
 
-    The constructor raises `UserError` if `location` holds no dataset.
+    - Each file beside the manifest, and each tar with a known hash, has its size and sha256.
+    - Each local tar is whole, and holds nothing behind its end mark.
+    - The headers of the tars confirm the place of each member, with its key if `build` wrote the tars.
+    - Pictures or sounds and masks decode and fit the manifest.
+    - The counts of labels, and the mean and std of all values, agree with the samples.
+
+    Raises `UserError` if `location` holds no dataset.
     """
-
-    def __init__(self, location: str | Path) -> None:
-        self.location = location
-        self.manifest = read_manifest(location, config=_REMOTE)
-        self.num_problems = self.num_sound = 0
-
-    def problems(self) -> Iterator[str]:
-        """Yield every problem, after the name of its file. If there is none, each byte of a built dataset is as it was.
-
-        Checks:
-
-        - Each file beside the manifest, and each tar with a known hash, has its size and sha256.
-        - Each local tar is whole, and holds nothing behind its end mark.
-        - The headers of the tars confirm the place of each member, with its key if `build` wrote the tars.
-        - Pictures or sounds and masks decode and fit the manifest.
-        - The counts of labels, and the mean and std of all values, agree with the samples.
-        """
-        self.num_problems = self.num_sound = 0
-        for problem in self._problems():
-            self.num_problems += 1
-            yield problem
-
-    def _problems(self) -> Iterator[str]:
-        try:
-            store = SampleStore(self.location, remote=_REMOTE, manifest=self.manifest, surveys=False)
-        except UserError as error:
-            yield f"{self.location}: {error}"
-            return
-        yield from self._wrong_files(store)
-        num_problems = self.num_problems
-        totals, counts = Totals(), {name: Counter[int]() for name in self.manifest.stored_labels}
-        with Progress(f"verifying {self.location}", total=len(store)) as progress:
-            for number in range(self.manifest.num_shards):
-                samples = store.samples_of(number)
-                try:
-                    yield from self._wrong_tar(store, number)
-                    for indices in stored_order(store, range(number, number + 1), num_at_once=_CHUNK):
-                        decoded = decode(store, indices)
-                        yield from self._wrong_samples(decoded)
-                        totals += _totals_of(decoded)
-                        for name, label_B in store.labels(indices).items():
-                            counts[name].update(label_B.tolist())
-                except UserError as error:
-                    yield f"{store.shard_name(number)}: {error}"
-                progress.advance(len(samples))
-        if self.num_problems == num_problems and self.num_sound == len(store):
-            yield from self._wrong_numbers(counts, totals)
-
-    def _wrong_files(self, store: SampleStore) -> Iterator[str]:
-        for name, entry in self.manifest.files.items():
+    manifest = read_manifest(location, config=_REMOTE)
+    try:
+        store = SampleStore(location, remote=_REMOTE, manifest=manifest, surveys=False)
+    except UserError as error:
+        report(f"{location}: {error}")
+        return manifest, 0
+    for problem in _wrong_files(store):
+        report(problem)
+    num_sound, are_sound = 0, True
+    totals, counts = Totals(), {name: Counter[int]() for name in manifest.stored_labels}
+    with Progress(f"verifying {location}", total=len(store)) as progress:
+        for number in range(manifest.num_shards):
+            problems = list[str]()
             try:
-                if FileEntry.of(store.path(name)) != entry:
-                    yield f"{name}: does not have the sha256 in {MANIFEST_NAME}"
-            except OSError as error:
-                yield f"{name}: cannot be read ({error.strerror})"
-        if isinstance(store.location, Path) and self.manifest.tars.numbered:
-            for path in sorted(store.location.glob("*.tar")):
-                if path.name not in store.tar_names:
-                    yield f"{path.name}: is not in the index"
+                problems += _wrong_tar(store, number)
+                for indices in stored_order(store, range(number, number + 1), num_at_once=_CHUNK):
+                    decoded = decode(store, indices)
+                    problems += _wrong_samples(decoded)
+                    num_sound += len(decoded) - len(decoded.bad)
+                    totals += _totals_of(decoded)
+                    for name, label_B in store.labels(indices).items():
+                        counts[name].update(label_B.tolist())
+            except UserError as error:
+                problems.append(f"{store.shard_name(number)}: {error}")
+            for problem in problems:
+                report(problem)
+            are_sound &= not problems
+            progress.advance(len(store.samples_of(number)))
+    if are_sound:
+        for problem in _wrong_numbers(manifest, counts, totals):
+            report(problem)
+    return manifest, num_sound
 
-    def _wrong_tar(self, store: SampleStore, number: int) -> Iterator[str]:
-        """Yield what is wrong with a local tar as a whole. A remote one was compared with its hash when it came."""
-        if store.is_remote:
-            return
-        store.check_size(number)
-        path = store.tar_path(number)
-        data = map_file(path)
-        if (due := store.sha256(number)) is not None and hashlib.sha256(data).hexdigest() != due:
-            yield f"{path.name}: does not have the sha256 in the index"
-        if (problem := read_contents(data).problem) is not None:
-            yield f"{path.name}: {problem}"
 
-    def _wrong_samples(self, decoded: DecodedSamples) -> Iterator[str]:
-        for bad in decoded.bad.values():
-            yield f"{bad.shard}: {bad.key}: {bad.reason}"
-        self.num_sound += len(decoded) - len(decoded.bad)
-        where = f"samples {int(decoded.index_B[0])} to {int(decoded.index_B[-1])}"
-        if decoded.masks_BHW is not None and not torch.isin(decoded.masks_BHW, _MASK_LEVELS).all():
-            yield f"{where}: a mask has other levels than {_MASK_LEVELS.tolist()}"
-        if decoded.points_X is not None and not torch.isfinite(decoded.points_X).all():
-            yield f"{where}: a sound holds points that are not numbers"
+def _wrong_files(store: SampleStore) -> Iterator[str]:
+    for name, entry in store.manifest.files.items():
+        try:
+            if FileEntry.of(store.path(name)) != entry:
+                yield f"{name}: does not have the sha256 in {MANIFEST_NAME}"
+        except OSError as error:
+            yield f"{name}: cannot be read ({error.strerror})"
+    if isinstance(store.location, Path) and store.manifest.tars.numbered:
+        for path in sorted(store.location.glob("*.tar")):
+            if path.name not in store.tar_names:
+                yield f"{path.name}: is not in the index"
 
-    def _wrong_numbers(self, counts: dict[str, Counter[int]], totals: Totals) -> Iterator[str]:
-        """Yield the numbers in the manifest that the samples do not give."""
-        manifest = self.manifest
-        numbers: dict[str, tuple[object, object]] = {}
-        for name, label in manifest.stored_labels.items():
-            count_of = counts[name]
-            numbers[f"labels.{name}.counts"] = label.counts, tuple(map(count_of.__getitem__, range(len(label.classes))))
-        if not manifest.any_size:  # else they are of some of the pictures
-            numbers |= {"mean": (manifest.mean, totals.mean), "std": (manifest.std, totals.std)}
-        for field, (said, found) in numbers.items():
-            if said != found:
-                yield f"{MANIFEST_NAME}: {field} is {said}, but the samples give {found}"
 
-    @property
-    def summary(self) -> str:
-        """Return one line about the result."""
-        manifest = self.manifest
-        found = f"has {self.num_problems} problem{'s' * (self.num_problems > 1)}" if self.num_problems else "is sound"
-        files = f"{manifest.num_shards} {'shards' if manifest.tars.numbered else 'tars'}"
-        samples = f"{self.num_sound} of " if self.num_problems else ""
-        sound = " sound" if self.num_problems else ""
-        return f"{self.location} {found}: {samples}{manifest.num_samples} samples{sound} in {files}"
+def _wrong_tar(store: SampleStore, number: int) -> Iterator[str]:
+    """Yield what is wrong with a local tar as a whole. A remote one was compared with its hash when it came."""
+    if store.is_remote:
+        return
+    store.check_size(number)
+    path = store.tar_path(number)
+    data = map_file(path)
+    if (due := store.sha256(number)) is not None and hashlib.sha256(data).hexdigest() != due:
+        yield f"{path.name}: does not have the sha256 in the index"
+    if (problem := read_contents(data).problem) is not None:
+        yield f"{path.name}: {problem}"
+
+
+def _wrong_samples(decoded: DecodedSamples) -> Iterator[str]:
+    for bad in decoded.bad.values():
+        yield f"{bad.shard}: {bad.key}: {bad.reason}"
+    where = f"samples {int(decoded.index_B[0])} to {int(decoded.index_B[-1])}"
+    if decoded.masks_BHW is not None and not torch.isin(decoded.masks_BHW, _MASK_LEVELS).all():
+        yield f"{where}: a mask has other levels than {_MASK_LEVELS.tolist()}"
+    if decoded.points_X is not None and not torch.isfinite(decoded.points_X).all():
+        yield f"{where}: a sound holds points that are not numbers"
+
+
+def _wrong_numbers(manifest: Manifest, counts: dict[str, Counter[int]], totals: Totals) -> Iterator[str]:
+    """Yield the numbers in the manifest that the samples do not give."""
+    numbers: dict[str, tuple[object, object]] = {}
+    for name, label in manifest.stored_labels.items():
+        count_of = counts[name]
+        numbers[f"labels.{name}.counts"] = label.counts, tuple(map(count_of.__getitem__, range(len(label.classes))))
+    if not manifest.any_size:  # else they are of some of the pictures
+        numbers |= {"mean": (manifest.mean, totals.mean), "std": (manifest.std, totals.std)}
+    for field, (said, found) in numbers.items():
+        if said != found:
+            yield f"{MANIFEST_NAME}: {field} is {said}, but the samples give {found}"
 
 
 def _totals_of(decoded: DecodedSamples) -> Totals:
@@ -163,10 +143,18 @@ def _totals_of(decoded: DecodedSamples) -> Totals:
 
 
 def run(args: argparse.Namespace) -> None:
-    verification = Verification(args.location)
-    for problem in verification.problems():
+    problems = list[str]()
+
+    def report(problem: str) -> None:
         print(problem)
-    print(verification.summary)
-    if verification.num_problems:
-        print(_REMEDY, file=sys.stderr)
-        raise SystemExit(1)
+        problems.append(problem)
+
+    manifest, num_sound = verify(args.location, report)
+    files = f"{manifest.num_shards} {'shards' if manifest.tars.numbered else 'tars'}"
+    if not problems:
+        print(f"{args.location} is sound: {num_sound} samples in {files}")
+        return
+    found = f"{len(problems)} problem{'s' * (len(problems) > 1)}"
+    print(f"{args.location} has {found}: {num_sound} of {manifest.num_samples} samples sound in {files}")
+    print(_REMEDY, file=sys.stderr)
+    raise SystemExit(1)

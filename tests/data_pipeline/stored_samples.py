@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Sample
 from data_pipeline.loading.decode import decode
 from data_pipeline.storage.store import SampleStore
-from data_pipeline.tools.verify import Verification
+from data_pipeline.tools.verify import verify
 
 
 def decode_sample(store: SampleStore, index: int) -> Sample:
@@ -40,6 +39,8 @@ def decode_sample(store: SampleStore, index: int) -> Sample:
     )
 
 
-def find_problems(location: str | Path) -> Iterator[str]:
-    """Yield every problem of a dataset, as `Verification.problems` does."""
-    return Verification(location).problems()
+def find_problems(location: str | Path) -> list[str]:
+    """Return every problem of a dataset, as `verify` reports them."""
+    problems = list[str]()
+    verify(location, problems.append)
+    return problems

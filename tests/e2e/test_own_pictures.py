@@ -31,7 +31,7 @@ FEW = {"views": ["num_shown=4"], "feature_dropout": ["num_examples=16", "num_uni
 
 def test_a_run_on_own_pictures_is_probed_analysed_and_reported(tmp_path: Path) -> None:
     data = build_photos(tmp_path / "birds", size=96, num_train=16, num_test=8, layout="tiled")
-    assert list(find_problems(data / "train")) == []
+    assert find_problems(data / "train") == []
     draw_grid(str(data / "train"), num_samples=10)
     where = [f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}"]
     config = resolve_recipe("viewmaker:folder", [*where, *SMALL, *NARROW])

@@ -16,7 +16,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from data_pipeline.audio.log_mel import FSDD, log_mel, power_mel
-from data_pipeline.audio.waveform import encode_wav, fit_length, to_float
+from data_pipeline.audio.wav import encode_wav
+from data_pipeline.audio.waveform import fit_length, to_float
 from data_pipeline.core.errors import UserError
 from data_pipeline.sources.background import FILE_NAMES, procedural_sounds, read_sounds
 from data_pipeline.sources.procedural_speech import ProceduralSpeech

@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from data_pipeline.audio.wav import decode_wav, encode_wav
 from data_pipeline.audio.waveform import (
     crop_last,
-    decode_wav,
-    encode_wav,
     fit_length,
     gather_clips,
     resample,

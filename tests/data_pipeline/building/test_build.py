@@ -84,7 +84,7 @@ def test_real_cifar_is_stored_whole_under_its_labels(cifar: Path, tmp_path: Path
         num_samples_per_shard=64,
     )
     assert manifest == load_manifest(tmp_path / "built")
-    assert list(find_problems(tmp_path / "built")) == []
+    assert find_problems(tmp_path / "built") == []
     assert np.diff(SampleStore(tmp_path / "built").shard_ends, prepend=0).tolist() == [64, 64, 64, 8]
     assert manifest.labels["base"].counts == (20,) * 10
     assert manifest.input_shape == (3, 32, 32)
@@ -115,7 +115,7 @@ def test_spoken_digits_are_stored_as_they_were_recorded(fsdd: Path, tmp_path: Pa
     manifest = build_dataset(
         "spoken", tmp_path / "built", source="fsdd", root=fsdd, source_options={"test_speaker": "george"}
     )
-    assert list(find_problems(tmp_path / "built")) == []
+    assert find_problems(tmp_path / "built") == []
     assert (manifest.medium, manifest.sample_rate, manifest.input_shape) == ("sound", 8000, (8333,))
     assert manifest.overlay is None
     assert manifest.labels.keys() == {"base"}
@@ -147,7 +147,7 @@ def test_a_background_is_heard_behind_the_speech(split: str, fsdd: Path, tmp_pat
         limit=30,
     )
     build_dataset("spoken", tmp_path / "clean", source="fsdd", root=fsdd, split=split, limit=30)
-    assert list(find_problems(tmp_path / "built")) == []
+    assert find_problems(tmp_path / "built") == []
     assert manifest.labels["overlay"].classes == ("babble", "traffic", "machinery")
     sounds = [sound.numpy() for sound in read_sounds(noise_root, sample_rate=8000, num_points=num_points)]
     scaled = [0.05 * sound / np.abs(sound).max() for sound in sounds]
@@ -176,7 +176,7 @@ def test_an_online_overlay_lies_beside_clean_samples(dataset: str, tmp_path: Pat
     manifest = build_dataset(dataset, tmp_path / "online", source="procedural", overlay="online", limit=30)
     plain_name = {"procedural_digits": "procedural", "spoken_noise": "spoken"}[dataset]
     plain = build_dataset(plain_name, tmp_path / "plain", source="procedural", limit=30)
-    assert list(find_problems(tmp_path / "online")) == []
+    assert find_problems(tmp_path / "online") == []
     assert manifest.files["tars.sha256"] == plain.files["tars.sha256"]
     assert manifest.is_online
     assert (manifest.labels["overlay"].counts, manifest.mean, manifest.std) == ((), plain.mean, plain.std)
@@ -437,7 +437,7 @@ def test_a_killed_build_leaves_no_dataset_and_no_workers(tmp_path: Path) -> None
     assert names(tmp_path) == ["out.partial"]
     build_dataset("procedural_shapes", tmp_path / "out", limit=40, num_samples_per_shard=50)
     assert names(tmp_path) == ["out"]
-    assert list(find_problems(tmp_path / "out")) == []
+    assert find_problems(tmp_path / "out") == []
     assert len(list((tmp_path / "out").glob("*.tar"))) == 1
 
 
@@ -507,7 +507,7 @@ def test_a_layout_is_part_of_what_was_built(tmp_path: Path) -> None:
         manifest = build_dataset("folder_shapes", out, overlay_options={"layout": layout}, **arguments)  # type: ignore[arg-type]
         assert manifest.overlay is not None
         assert manifest.overlay.layout == layout
-        assert list(find_problems(out)) == []
+        assert find_problems(out) == []
         batch = next(read_all(SampleStore(out), batch_size=6))
         assert batch.masks_BHW is not None
         assert (batch.masks_BHW != MASK_OUTSIDE).flatten(1).sum(dim=1).tolist() == [num_shapes * side**2] * 6

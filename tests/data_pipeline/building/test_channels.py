@@ -97,7 +97,7 @@ def test_pictures_of_any_number_of_channels_are_stored_and_read(num_channels: in
         values = expected.double() / 255
         np.testing.assert_allclose(manifest.mean, values.mean(dim=(0, 2, 3)), rtol=1e-12)
         np.testing.assert_allclose(manifest.std, values.std(dim=(0, 2, 3), correction=0), rtol=1e-9)
-        assert not list(find_problems(tmp_path / name if name != "indexed" else tmp_path / "tars"))
+        assert not find_problems(tmp_path / name if name != "indexed" else tmp_path / "tars")
         draw_grid(str(store.location), num_samples=3)
     built = tmp_path / "built" / "shard-00000.tar"
     field = "png" if num_channels in (1, 3) else "npy"

@@ -239,7 +239,7 @@ def test_two_digits_become_a_dataset_whose_manifest_names_both_sizes(tmp_path: P
     assert manifest.how_made.source_options == {"kind": "sklearn", "digit_size": 12}
     assert manifest.input_shape == (3, 48, 48)
     assert manifest.labels["base"].counts == (3,) * 10
-    assert list(find_problems(tmp_path / "two")) == []
+    assert find_problems(tmp_path / "two") == []
     again = build("placed_digits_second_digit", tmp_path / "again", **options)
     assert again.sha256 == manifest.sha256
     other = build("placed_digits_second_digit", tmp_path / "other", **{**options, "overlay_options": {"size": 20}})

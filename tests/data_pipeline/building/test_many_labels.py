@@ -107,7 +107,7 @@ def test_a_table_gives_each_picture_its_labels(
     for name, label in manifest.labels.items():
         cells = [cells[name] for cells in train.values()]
         assert label.counts == tuple(cells.count(word) for word in label.classes)
-    assert list(find_problems(out)) == []
+    assert find_problems(out) == []
     assert "label_sex, sex: 2 classes" in done.stdout
     assert "made from: folder with a table of labels" in done.stdout
     name = SampleStore(out).file_of(3)
@@ -127,7 +127,7 @@ def test_a_table_and_an_overlay_give_their_labels_together(tmp_path: Path, overl
     )
     assert list(manifest.labels) == ["overlay", "sex", "site", "grade"]
     assert [label.given_by for label in manifest.labels.values()] == ["overlay", "source", "source", "source"]
-    assert list(find_problems(tmp_path / "out")) == []
+    assert find_problems(tmp_path / "out") == []
     [batch] = read_all(tmp_path / "out", batch_size=100)
     stored = decode(SampleStore(tmp_path / "out"), np.arange(len(batch)))
     assert {name: label_B.tolist() for name, label_B in batch.labels.items() if name != "overlay"} == {
@@ -284,7 +284,7 @@ def test_tars_have_a_label_for_each_field_that_is_named(
         "colour": [-1, 0, -1, 1],
         "ring": [0, 1, -1, -1],
     }
-    assert list(find_problems(tmp_path / "tars")) == []
+    assert find_problems(tmp_path / "tars") == []
     assert (tmp_path / "tars" / INDEX_NAME / "label_ring.bin").stat().st_size == 4 * 4
     # Another index in its place leaves no label of the first behind.
     make_index(str(tmp_path / "tars"), tmp_path / "tars" / INDEX_NAME, fields=Fields(), size=32)
@@ -364,7 +364,7 @@ def test_an_overlay_may_give_several_labels_and_ask_for_those_of_the_source(
     assert list(manifest.labels) == ["base", "overlay", "shade"]
     assert manifest.labels["shade"].given_by == "overlay"
     assert (manifest.labels["shade"].counts == ()) == (drawn == "online")
-    assert list(find_problems(tmp_path / "out")) == []
+    assert find_problems(tmp_path / "out") == []
     assert describe_manifest(manifest)[3].startswith("label_shade, shade: 2 classes")
     [batch] = read_all(tmp_path / "out", batch_size=40)
     assert batch.labels["shade"].tolist() == (batch.labels["base"] % 2).tolist()

@@ -74,7 +74,7 @@ def test_cifar_gives_the_pictures_of_the_split(
 def test_cifar_100_becomes_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pixels = write_cifar(tmp_path, monkeypatch, num_classes=100)
     manifest = build_dataset("cifar100_shapes", tmp_path / "out", root=tmp_path, overlay="online")
-    assert list(find_problems(tmp_path / "out")) == []
+    assert find_problems(tmp_path / "out") == []
     assert (len(manifest.labels["base"].classes), manifest.labels["base"].counts[:5]) == (100, (1, 1, 1, 1, 0))
     store = SampleStore(tmp_path / "out")
     stored = {

@@ -77,7 +77,7 @@ def test_options_are_checked_and_stand_in_the_file_and_in_the_manifest(tmp_path:
     assert build(overlay_options={"correlation": 0.5}) == manifest
     with pytest.raises(UserError, match="was built with overlay"):
         build(overlay_options={"correlation": 0.6})
-    assert not list(find_problems(tmp_path / "out"))
+    assert not find_problems(tmp_path / "out")
 
 
 def test_words_of_a_command_line_become_options() -> None:
@@ -154,7 +154,7 @@ def test_a_dataset_of_mnist_with_bits(tmp_path: Path) -> None:
     np.testing.assert_allclose(manifest.batch_mean, values.mean(dim=(0, 2, 3)), rtol=1e-9)
     np.testing.assert_allclose(manifest.batch_std, values.std(dim=(0, 2, 3), correction=0), rtol=1e-9)
     assert torch.equal(whole(tmp_path / "out").inputs_a, batch.inputs_a)
-    assert not list(find_problems(tmp_path / "out"))
+    assert not find_problems(tmp_path / "out")
     draw_grid(str(tmp_path / "out"), num_samples=4)
     for bits, field in ((2, "png"), (3, "npy")):
         out = tmp_path / f"{bits} baked"
@@ -162,7 +162,7 @@ def test_a_dataset_of_mnist_with_bits(tmp_path: Path) -> None:
         assert baked.input_shape == baked.batch_shape == (1 + bits, 28, 28)
         assert baked.tars.fields.content == (field,)
         assert torch.equal(whole(out).inputs_a, batch.inputs_a[:, : 1 + bits])
-        assert not list(find_problems(out))
+        assert not find_problems(out)
 
 
 def test_mnist_is_stored_with_one_channel(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_mnist_is_stored_with_one_channel(tmp_path: Path) -> None:
         picture.numpy().tobytes(): int(label) for picture, label in zip(batch.inputs_a, batch.labels[BASE], strict=True)
     }
     assert found == expected
-    assert not list(find_problems(tmp_path / "out"))
+    assert not find_problems(tmp_path / "out")
 
 
 # --- correlations

@@ -60,7 +60,7 @@ def test_batches_are_those_of_a_dataset_that_was_built_with_the_overlay(
         assert found.labels["overlay"].classes == expected.labels["overlay"].classes == NAMES[kind]
         assert found.how_made.split == split
         assert found.mean == pytest.approx(expected.mean)
-        assert list(find_problems(tars / split)) == []
+        assert find_problems(tars / split) == []
     overlay_draws: tuple[Literal["per_item", "per_view"], ...] = ("per_item", "per_view")
     for overlay_draw in overlay_draws:
         options_of_stream: dict[str, Any] = {"read": ReadConfig(num_workers=0), "global_batch_size": 8, "seed": 3}

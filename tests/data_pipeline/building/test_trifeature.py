@@ -125,7 +125,7 @@ def test_trifeature_is_a_dataset_of_three_labels(tmp_path: Path) -> None:
     for number in range(60):
         found = decode_sample(store, number).labels
         assert found["colour"] == found["base"]
-    assert list(find_problems(tmp_path / "one")) == []
+    assert find_problems(tmp_path / "one") == []
 
 
 def test_trifeature_takes_overlays(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from data_pipeline.storage.manifest import Manifest, load_manifest
 from data_pipeline.storage.png import encode_png
 from data_pipeline.storage.store import SampleStore
 from tests.data_pipeline.remote.http_server import serve
-from tests.data_pipeline.stored_samples import find_problems
+from tests.data_pipeline.stored_samples import find_problems as problems
 from tests.tiny_data import change_file, damage, write_tiny_dataset, write_tiny_sounds
 
 SHARD = "shard-00001.tar"  # holds samples 10 to 19 of 30
@@ -41,10 +41,6 @@ def copy(sound: Path, tmp_path: Path) -> Path:
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeat attempts at damaged remote files at once."""
     monkeypatch.setattr(fetch, "_LONGEST_PAUSE", 0.01)
-
-
-def problems(directory: Path) -> list[str]:
-    return list(find_problems(directory))
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
