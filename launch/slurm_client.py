@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterable, Iterator
-from typing import Final
 
 from submitit.helpers import clean_env
 
@@ -18,10 +17,6 @@ from data_pipeline.core.errors import UserError
 SLURM_SECONDS = 120  # for one command of Slurm
 _ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
 _ENDED |= {"REVOKED", "TIMEOUT"}
-# Options of sbatch by the end of their SBATCH_... variable, if it is another word.
-_OPTIONS: Final = {"timelimit": "time", "mem-per-node": "mem", "array-inx": "array"}
-# Options that launch/slurm.py decides although not every batch script of it has them.
-_DECIDED: Final = {"array", "error", "gpus-per-node", "input", "no-requeue", "wait"}
 
 
 def has_slurm() -> bool:
@@ -79,21 +74,15 @@ def has_ended(state: str) -> bool:
 def check_script(script: str) -> None:
     """Ask Slurm, without submitting, whether it would take this batch script. Raises `UserError` if it refuses.
 
-    Prints the variables of the environment that it overrules. Passes over nodes that are down at the moment, for which
-    a job may wait.
+    Passes over nodes that are down at the moment, for which a job may wait.
     """
     if not has_slurm():
         raise UserError(
             "there is no Slurm on this machine (no sbatch and srun on PATH); run this on a login node of the cluster, "
             "add --dry-run to see the script, or --executor local to train here"
         )
-    for name in _overruled_variables(script):
-        print(
-            f"{name}={os.environ[name]} is not used: the flags, slurm.yaml or launch/slurm.py decide it",
-            file=sys.stderr,
-        )
-    with outside_any_job(script):
-        done = run_slurm("sbatch", "--test-only", text=script)
+    with outside_any_job():
+        done = run_slurm("sbatch", "--test-only", *options_in(script), text=script)
     if done.returncode and "down, drained or reserved" not in done.stderr:
         raise refused(done.stderr)
 
@@ -107,29 +96,21 @@ def refused(said: str) -> UserError:
     )
 
 
-def _overruled_variables(script: str) -> list[str]:
-    """Return the SBATCH_... variables of options that this script sets. To sbatch they would count more than it."""
-    decided = _DECIDED | set(re.findall(r"^#SBATCH --([a-z0-9-]+)", script, re.MULTILINE))
-    options = {
-        name: name.removeprefix("SBATCH_").lower().replace("_", "-")
-        for name in os.environ
-        if name.startswith("SBATCH_")
-    }
-    return [name for name, option in options.items() if _OPTIONS.get(option, option) in decided]
+def options_in(script: str) -> list[str]:
+    """Return the options that a batch script has, for sbatch's command line, where they overrule SBATCH_... variables.
+
+    Without that, such a variable would overrule the script.
+    """
+    return [option for line in re.findall("^#SBATCH (.+)$", script, re.MULTILINE) for option in shlex.split(line)]
 
 
 @contextlib.contextmanager
-def outside_any_job(script: str = "") -> Iterator[None]:
-    """Hide the variables of a Slurm job or of torchrun, which a new job would inherit, and those that `script` decides.
+def outside_any_job() -> Iterator[None]:
+    """Hide the variables of a Slurm job or of torchrun, which a new job would inherit.
 
-    Keeps the other SBATCH_... variables, which a site sets for its users, and SLURM_CONF, which names the cluster.
+    Keeps SBATCH_... variables, which a site sets for its users, and SLURM_CONF, which names the cluster.
     """
-    hidden = _overruled_variables(script)
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name == "SLURM_CONF" or (name.startswith("SBATCH_") and name not in hidden)
-    }
+    kept = {name: value for name, value in os.environ.items() if name.startswith("SBATCH_") or name == "SLURM_CONF"}
     with clean_env(extra_names=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")):
         os.environ.update(kept)
         yield

@@ -19,7 +19,7 @@ from data_pipeline.core.imports import given_code
 from launch.job import TrainJob
 from launch.planned_run import PlannedRun
 from launch.resources import Resources
-from launch.slurm_client import check_script, outside_any_job, refused
+from launch.slurm_client import check_script, options_in, outside_any_job, refused
 from launch.snapshot import Snapshot, read_snapshot, shell_lines, write_snapshot
 from launch.submitted import Submission, record
 from trainer.claim import claim
@@ -107,11 +107,14 @@ def slurm_executor(plan: SubmissionPlan, *, code: Path) -> Any:
 
 
 class _SlurmExecutor(submitit.SlurmExecutor):
-    """An executor that also writes batch scripts on a machine without srun, unlike submitit's own."""
+    """An executor that also writes batch scripts on a machine without srun, and lets their options count most."""
 
     @classmethod
     def affinity(cls) -> int:
         return 1
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        return ["sbatch", *options_in(submission_file_path.read_text()), str(submission_file_path)]
 
 
 def sbatch_script(plan: SubmissionPlan, *, code: Path) -> str:
@@ -147,7 +150,7 @@ def submit(plan: SubmissionPlan, *, command: str) -> list[str]:
     code = write_snapshot(snapshot, into=plan.home)
     jobs = [plan.job(planned.run_dir, command) for planned in plan.runs]
     try:
-        with outside_any_job(sbatch_script(plan, code=code)):
+        with outside_any_job():
             job_ids = [job.job_id for job in slurm_executor(plan, code=code).submit_array(jobs)]
     except FailedSubmissionError as error:
         raise UserError(

@@ -325,17 +325,21 @@ def test_a_submission_is_recorded_unless_it_is_refused(
 def test_variables_of_sbatch_count_less_than_the_script(
     slurm_py: Command, fake_slurm: Path, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("PARTITION", "RESERVATION", "TIMELIMIT", "WAIT"):
+    """sbatch lets its command line count most, then its variables, then the script (`tests/slurm` asks a real one)."""
+    for name in ("PARTITION", "RESERVATION"):
         monkeypatch.setenv(f"SBATCH_{name}", "site")
-    (fake_slurm / "sbatch").write_text(f"#!/bin/bash\n/usr/bin/env > {tmp_path}/$#\necho Submitted batch job 7\n")
-    words = ["--config", "debug:image", *settings, "--partition", "mine", "--run-dir", tmp_path / "run"]
-    assert slurm_py(*words, "--dry-run").status == 0
-    done = slurm_py(*words)
+    (fake_slurm / "sbatch").write_text(
+        f'#!/bin/bash\necho "$@" >> {tmp_path}/options\n/usr/bin/env > {tmp_path}/env\necho Submitted batch job 7\n'
+    )
+    words = ["--config", "debug:image", *settings, "--partition", "mine", "--sbatch", "comment=two words"]
+    done = slurm_py(*words, "--run-dir", tmp_path / "run")
     assert done.status == 0, done.stderr
-    named = [line.partition("=")[0] for line in done.stderr.splitlines()]
-    assert sorted(named) == ["SBATCH_PARTITION", "SBATCH_TIMELIMIT", "SBATCH_WAIT"]
-    seen = [line for line in (tmp_path / "1").read_text().splitlines() if line.startswith("SBATCH_")]
-    assert seen == ["SBATCH_RESERVATION=site"]
+    tested, submitted = (tmp_path / "options").read_text().splitlines()
+    for options in (tested, submitted):
+        assert "--partition=mine" in options
+        assert "--comment=two words" in options
+    assert tested.startswith("--test-only ")
+    assert {"SBATCH_PARTITION=site", "SBATCH_RESERVATION=site"} <= {*(tmp_path / "env").read_text().splitlines()}
 
 
 def test_a_job_inherits_no_job_but_what_a_site_sets(monkeypatch: pytest.MonkeyPatch) -> None:

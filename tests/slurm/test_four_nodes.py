@@ -61,7 +61,9 @@ def test_four_nodes_follow_one_process(slurm: dict[str, str], recipe: list[str],
     alone = run_python(words, cwd=ROOT, env=slurm | {"OMP_NUM_THREADS": "1"})
     assert alone.returncode == 0, alone.stderr
     run_dir = RunDir(tmp_path / "nodes")
-    job = slurm_py("--nodes", "4", *recipe, "--run-dir", run_dir.path, "--wait", environ=slurm)
+    of_site = {"SBATCH_PARTITION": "nowhere"}  # counts less than the flag
+    words = ["--nodes", "4", *recipe, "--partition", "debug", "--run-dir", run_dir.path, "--wait"]
+    job = slurm_py(*words, environ=slurm | of_site)
     assert job.returncode == 0, job.stdout + job.stderr
     assert "nodes: running\n" in job.stdout
 

@@ -16,9 +16,8 @@ import re
 import socket
 import struct
 import sys
-import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, Literal
@@ -33,23 +32,11 @@ from trainer.distributed.collectives import all_gather_json
 
 logger = logging.getLogger(__name__)
 
-_TORCH_NAMES: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_SLURM_NAMES: Final = (
-    "SLURM_STEP_ID",
-    "SLURM_JOB_ID",
-    "SLURM_PROCID",
-    "SLURM_LOCALID",
-    "SLURM_NODEID",
-    "SLURM_STEP_NUM_TASKS",
-    "SLURM_STEP_TASKS_PER_NODE",
-    "SLURM_STEP_NODELIST",
-)
 # slurm.h numbers the steps that srun did not start (batch script, interactive shell, extern) down from 0xFFFFFFFF.
 _FIRST_RESERVED_STEP: Final = 0xFFFFFFF0
 # Below Linux's ephemeral range (from 32768), so that no outgoing connection takes one of them before it is used.
 PORTS: Final = range(20_000, 32_000)
 
-_RESOLVE_TRIES: Final = 5  # one a second
 _SIOCGIFADDR: Final = 0x8915  # the request for the address of an interface, from Linux's sockios.h
 
 
@@ -80,11 +67,17 @@ def read_env(environ: Mapping[str, str]) -> WorldEnv:
     is allowed: each task is then a node of torchrun.
     """
     environ = {name: value for name, value in environ.items() if value}  # an empty variable counts as unset
-    if {"RANK", "WORLD_SIZE"} & environ.keys():
-        world = _read_torchrun(environ)
-        _check_agrees_with_slurm(world, environ)
-        return world
-    return _read_slurm(environ) if _in_slurm_step(environ) else WorldEnv()
+    try:
+        if {"RANK", "WORLD_SIZE"} & environ.keys():
+            world = _read_torchrun(environ)
+            _check_agrees_with_slurm(world, environ)
+            return world
+        return _read_slurm(environ) if _in_slurm_step(environ) else WorldEnv()
+    except KeyError as missing:
+        raise UserError(
+            f"the environment sets only some of the variables of torchrun or srun, and {missing.args[0]} is missing; "
+            "start with one of the two, or unset RANK and WORLD_SIZE to run as one process"
+        ) from None
 
 
 def choose_device(world: WorldEnv) -> torch.device:
@@ -134,7 +127,6 @@ def init_process_group(world: WorldEnv, device: torch.device, *, timeout_seconds
 
 def _join(world: WorldEnv, device: torch.device, *, timeout: timedelta) -> None:
     address = f"{world.master_addr}:{world.master_port}"
-    _check_resolves(world.master_addr)
     try:
         store, _, _ = next(
             dist.rendezvous(f"tcp://{address}", world.rank, world.world_size, timeout=timeout)  # type: ignore[attr-defined]
@@ -158,22 +150,6 @@ def _join(world: WorldEnv, device: torch.device, *, timeout: timedelta) -> None:
             f"within {timeout.total_seconds():.0f} s ({reason}); check that every rank was started and that {address} "
             "can be reached from every node, or set MASTER_ADDR and MASTER_PORT"
         ) from error
-
-
-def _check_resolves(host: str) -> None:
-    """Raise `UserError` if the name of a host has no address for some seconds; torch would ask for minutes."""
-    for _ in range(_RESOLVE_TRIES):
-        try:
-            socket.getaddrinfo(host, None)
-        except socket.gaierror as error:
-            reason = error
-            time.sleep(1)
-        else:
-            return
-    raise UserError(
-        f"{socket.gethostname()} finds no address of {host} ({reason.strerror}); add it to the name server or to "
-        "/etc/hosts of every node, or set MASTER_ADDR to an address"
-    )
 
 
 def _choose_interface(world: WorldEnv, store: dist.Store) -> None:  # type: ignore[name-defined]
@@ -229,18 +205,7 @@ def destroy_process_group() -> None:
         owner.destroy_process_group()
 
 
-def _require(environ: Mapping[str, str], names: Sequence[str], *, launcher: str) -> None:
-    missing = [name for name in names if name not in environ]
-    if missing:
-        present = ", ".join(name for name in names if name in environ)
-        raise UserError(
-            f"the environment sets {present} but not {', '.join(missing)}; start with {launcher}, which sets all of "
-            f"them, or unset {present} to run as one process"
-        )
-
-
 def _read_torchrun(environ: Mapping[str, str]) -> WorldEnv:
-    _require(environ, _TORCH_NAMES, launcher="torchrun")
     return WorldEnv(
         rank=int(environ["RANK"]),
         world_size=int(environ["WORLD_SIZE"]),
@@ -258,7 +223,6 @@ def _in_slurm_step(environ: Mapping[str, str]) -> bool:
 
 def _read_slurm(environ: Mapping[str, str]) -> WorldEnv:
     """Read the numbers of the step and not of the job: `srun --ntasks 2` may run in an allocation of four tasks."""
-    _require(environ, _SLURM_NAMES, launcher="srun")
     tasks_per_node = expand_tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
     return WorldEnv(
         rank=int(environ["SLURM_PROCID"]),

@@ -103,7 +103,7 @@ def test_without_srun_or_torchrun_it_is_a_single_process(environ: dict[str, str]
     ],
 )
 def test_an_environment_with_only_some_of_the_variables_is_refused(environ: dict[str, str], missing: str) -> None:
-    with pytest.raises(UserError, match=rf"but not (\w+, )*{missing}\b"):
+    with pytest.raises(UserError, match=rf"only some of .* and {missing} is missing"):
         read_env({key: value for key, value in environ.items() if key != missing})
 
 
@@ -193,12 +193,6 @@ def test_a_rank_that_never_comes_is_named_within_the_timeout() -> None:
     world = WorldEnv(1, 2, master_addr="127.0.0.1", master_port=free_ports(1)[0])
     with pytest.raises(UserError, match=r"rank 1 of 2 on \S+ did not meet the others at 127.0.0.1:\d+ within 1 s"):
         init_process_group(world, torch.device("cpu"), timeout_seconds=1)
-
-
-def test_a_name_without_an_address_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env_module, "_RESOLVE_TRIES", 1)
-    with pytest.raises(UserError, match=r"finds no address of n7\.invalid"):
-        init_process_group(WorldEnv(1, 2, master_addr="n7.invalid", master_port=1), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
