@@ -1,69 +1,111 @@
-"""Count the skipped steps, bad samples and seconds of a run. The counts are in its state, so checkpoints hold them."""
+"""Count the skipped steps, bad samples and seconds of a run, and end a run that skips too many steps.
+
+`trainer.optim.skipping` decides which steps are skipped. The counts are in the state of the run, so checkpoints hold
+them. All ranks must make the same calls in the same order, so a run that fails raises `UserError` on every rank at the
+same step.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
 import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Batch
 from trainer.build import Training
 from trainer.checkpoint.restore import Restored
-from trainer.checkpoint.run_state import RunState
+from trainer.checkpoint.run_state import RunState, SkipCounts
 from trainer.data import Manifests
+from trainer.distributed.collectives import all_gather_json, any_rank, rank
 from trainer.fault_tolerance.bad_samples import BadSamples
 from trainer.run_dir import RunDir
-from trainer.skipped_steps import SkippedSteps
 from trainer.step import StepOutput
+
+logger = logging.getLogger(__name__)
+
+_ADVICE = "lower the learning rate, or set precision=float32 if it has 16 bits, with another --run-dir"
+
+
+@dataclass(frozen=True)
+class _PendingStep:
+    """A step that may have been skipped: `skipped` may be read after the event `known`. Holds no views, for memory."""
+
+    step: int
+    metrics: Mapping[str, Tensor]
+    skipped: Tensor
+    known: torch.cuda.Event | None
 
 
 class RunCounters:
     """The counts of skipped steps, bad samples and seconds over all starts of a run. The seconds pass from now on.
 
-    Every rank must make the same calls at the same steps. The counts go on from the checkpoint `restored`. Bad samples
-    of an earlier train set, in whose place the user has accepted another, do not count.
+    The counts go on from the checkpoint `restored`. Bad samples of an earlier train set, in whose place the user has
+    accepted another, do not count. Nothing waits for the GPU: there it is read whether a step was skipped when the next
+    step has begun; on a CPU it is known at once.
+
+    Attributes:
+        saved_step: the step of the checkpoint from which the run would go on; 0 if there is none.
     """
 
     def __init__(
         self, run_dir: RunDir, training: Training, manifests: Manifests, restored: Restored, *, device: torch.device
     ) -> None:
-        before, data, self._data = restored.run, training.modules.config.data, manifests.identity
-        self._skipped = SkippedSteps(
-            training.modules.config,
-            device=device,
-            before=None if before is None else before.skipped,
-            saved_step=restored.step,
-        )
+        before, config, self._data = restored.run, training.modules.config, manifests.identity
+        self._max_in_a_row, self._is_float16 = config.max_skipped_in_a_row, config.precision == "float16"
+        self._skipped = SkipCounts() if before is None else before.skipped
+        self._lag = 1 if device.type == "cuda" else 0
+        self._pending: deque[_PendingStep] = deque()
+        self.saved_step, self._has_learned = restored.step, False  # since that checkpoint
         self._bad = BadSamples(
             run_dir,
             num_samples=manifests.train.num_samples,
-            max_share=data.max_bad_share,
-            where=data.train_name,
+            max_share=config.data.max_bad_share,
+            where=config.data.train_name,
             before=() if before is None or restored.has_other_train_set(self._data) else before.bad_samples,
         )
         self._seconds_before, self._started = restored.wall_seconds, time.perf_counter()
 
     def add(self, batch: Batch, output: StepOutput) -> None:
-        """Count the step on a batch. Raises `UserError` if too many in a row were skipped."""
-        self._skipped.add(batch, output)
+        """Count the step on a batch. Raises `UserError` if too many steps in a row were skipped."""
         self._bad.add(batch.bad)
+        self._pending.append(_PendingStep(batch.step, output.metrics, *_copy_to_host(output.skipped)))
+        if len(self._pending) > self._lag:
+            self._judge(self._pending.popleft())
 
     def metrics(self) -> dict[str, float]:
         """Return the counts for the log. Raises `UserError` if the share of bad samples is above its limit."""
-        return {"train/skipped_steps": self._skipped.counts.total, "data/bad_samples": self._bad.flush()}
+        return {"train/skipped_steps": self._skipped.total, "data/bad_samples": self._bad.flush()}
 
     def state_to_save(self, num_done: int, *, num_steps: int) -> RunState | None:
-        """Return the state for the checkpoint after `num_done` of `num_steps` steps; None for no checkpoint.
+        """Return the state for the checkpoint after `num_done` of `num_steps` steps, and count it as saved.
 
-        There is no checkpoint if every step since the last one was skipped, except after the last step of the run.
-        Raises `UserError` if the run has failed: too many steps were skipped, or too many samples are bad.
+        Waits for the last step. Returns None for no checkpoint: if every step since the last one was skipped, a new one
+        would let a restart go on past the fault; only the last state of a run is always saved. Raises `UserError` if
+        the run has failed: more of its steps were skipped than taken, or too many samples are bad.
         """
-        if not self._skipped.may_save(num_done, num_steps=num_steps):
+        while self._pending:
+            self._judge(self._pending.popleft())
+        if num_done == num_steps:
+            self._check_end(num_steps)
+        elif not self._has_learned:
+            logger.warning(
+                "no checkpoint at step %d: every step since the checkpoint of step %d was skipped",
+                num_done,
+                self.saved_step,
+            )
             return None
+        self.saved_step, self._has_learned = num_done, False
         self._bad.flush()
         return RunState(
             data=self._data,
-            skipped=self._skipped.counts,
+            skipped=self._skipped,
             bad_samples=self._bad.found,
             wall_seconds=self.wall_seconds,
         )
@@ -73,7 +115,56 @@ class RunCounters:
         """Return the seconds of training up to now, as in `RunState.wall_seconds`."""
         return round(self._seconds_before + time.perf_counter() - self._started, 1)
 
-    @property
-    def saved_step(self) -> int:
-        """Return the step of the checkpoint from which the run would go on; 0 if there is none."""
-        return self._skipped.saved_step
+    def _check_end(self, num_steps: int) -> None:
+        """Raise `UserError` if more steps were skipped than taken. In float16 a search may skip most of them."""
+        total, in_a_row = self._skipped.total, self._skipped.in_a_row
+        if 2 * total > num_steps and not self._is_float16:
+            raise UserError(
+                f"{total} of {num_steps} steps were skipped, because the loss or a gradient was not finite; {_ADVICE}"
+            )
+        if in_a_row:
+            logger.warning("the last %d steps of the run were skipped: check what it has learned", in_a_row)
+
+    def _judge(self, pending: _PendingStep) -> None:
+        """Count a step, and log it if it was skipped.
+
+        A step that the search for the loss scale of float16 has skipped by design counts in the total, and neither adds
+        to the steps in a row nor ends them.
+        """
+        if pending.known is not None:
+            pending.known.synchronize()
+        skipped, step = bool(pending.skipped), pending.step
+        by_design = skipped and self._is_float16 and _may_be_scaled_less(pending.metrics)
+        if skipped and not by_design:
+            finite = all_gather_json(math.isfinite(float(pending.metrics["train/loss"])), bool)
+            if rank() == 0:
+                ranks = ", ".join(str(number) for number, is_finite in enumerate(finite) if not is_finite)
+                what = f"the loss of rank {ranks}" if ranks else "a gradient or its length"
+                logger.warning("step %d was skipped: %s was not finite", step, what)
+        in_a_row = self._skipped.in_a_row if by_design else self._skipped.in_a_row + 1 if skipped else 0
+        self._skipped = SkipCounts(total=self._skipped.total + skipped, in_a_row=in_a_row)
+        self._has_learned |= not skipped
+        if skipped and not by_design and in_a_row >= self._max_in_a_row:
+            raise UserError(
+                f"the loss or a gradient was not finite in {in_a_row} steps in a row, up to step {step}; {_ADVICE}"
+            )
+
+
+def _may_be_scaled_less(metrics: Mapping[str, Tensor]) -> bool:
+    """Return whether a gradient of float16 was too large only because of the loss scale, which is being searched for.
+
+    At a scale of 1 the search has failed. Every rank must call this at the same time.
+    """
+    has_failed = not math.isfinite(float(metrics["train/loss"])) or float(metrics["train/loss_scale"]) <= 1
+    return not any_rank(has_failed)
+
+
+def _copy_to_host(flag: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Start to copy a flag to the host. Return the copy and the event after which it may be read.
+
+    A copy that starts later would wait for all kernels that are queued until then.
+    """
+    if flag.device.type == "cpu":
+        return flag, None
+    on_host = torch.empty_like(flag, device="cpu", pin_memory=True).copy_(flag, non_blocking=True)
+    return on_host, torch.cuda.current_stream(flag.device).record_event()

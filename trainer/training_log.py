@@ -59,7 +59,10 @@ class TrainingLog:
         self._config, self._counters, self._watchdog, self._device = config, counters, watchdog, device
         self._source_metrics = source_metrics
         self._alarms = Alarms(config.alarms)
-        self._pictures = _pictures(config, training, device) if rank() == 0 else None
+        self._pictures: Callable[[int], StepPictures | None] | None = None
+        if rank() == 0 and config.precision != "float64":  # which is for comparisons of trajectories
+            policy = training.modules.view_policy
+            self._pictures = step_pictures(config.tracking, policy, data=config.data, seed=config.seed, device=device)
         self._probe = online_probe(
             config.probe, training.modules.encoder, data=config.data, precision=config.precision, device=device
         )
@@ -152,24 +155,7 @@ def metrics_of_alarms(metrics: Mapping[str, float], views: BaseViewsConfig, *, e
 
 def open_tracker(run_dir: RunDir, config: RunConfig, *, start_step: int = 0) -> Tracker:
     """Open the tracker of a run that goes on from `start_step`."""
-    return Tracker(
-        run_dir,
-        config.tracking,
-        name=config.name,
-        settings=config.model_dump(mode="json"),
-        start_step=start_step,
-        every_steps=config.log_every_steps,
-    )
-
-
-def _pictures(
-    config: RunConfig, training: Training, device: torch.device
-) -> Callable[[int], StepPictures | None] | None:
-    """Return the function of `step_pictures`; None in float64, which is only for comparisons of trajectories."""
-    if config.precision == "float64":
-        return None
-    policy, seed = training.modules.view_policy, config.seed
-    return step_pictures(config.tracking, policy, data=config.data, seed=seed, device=device)
+    return Tracker(run_dir, config.tracking, config.model_dump(mode="json"), start_step=start_step)
 
 
 def log_start(

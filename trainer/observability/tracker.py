@@ -24,23 +24,14 @@ class Tracker:
     """The writer of the metrics of a run. Only the first rank has one.
 
     Args:
-        name: the name of the run, by which W&B groups runs.
-        settings: the whole config, which W&B shows beside the metrics.
+        settings: the whole config as JSON, which W&B shows beside the metrics.
         start_step: the step from which a restart goes on.
-        every_steps: the greatest number of steps between two lines.
     """
 
     def __init__(
-        self,
-        run_dir: RunDir,
-        config: TrackingConfig,
-        *,
-        name: str,
-        settings: Mapping[str, Any],
-        start_step: int,
-        every_steps: int,
+        self, run_dir: RunDir, config: TrackingConfig, settings: Mapping[str, Any], *, start_step: int = 0
     ) -> None:
-        if start_step - _drop_steps_after(run_dir, start_step) >= every_steps:
+        if start_step - _drop_steps_after(run_dir, start_step) >= settings["log_every_steps"]:
             logger.warning("%s lacks lines up to step %d, from which the run goes on", run_dir.metrics, start_step)
         self._path = run_dir.metrics
         self._file = run_dir.metrics.open("a", encoding="utf-8")
@@ -50,7 +41,7 @@ class Tracker:
             # Imported here, because it takes half a second and only the first rank needs it.
             from trainer.observability.wandb_run import WandbRun
 
-            self._wandb = WandbRun(run_dir, config, name=name, settings=settings)
+            self._wandb = WandbRun(run_dir, config, settings)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics after `step` steps as one line of metrics.jsonl; names are paths such as train/loss."""

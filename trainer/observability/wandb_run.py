@@ -37,11 +37,10 @@ _HEAD_CHARACTERS = 80  # the beginning of a line from W&B's reader, which contai
 class WandbRun:
     """The W&B run of a training. No method raises: the first failure is logged and ends W&B for this process."""
 
-    def __init__(self, run_dir: RunDir, config: TrackingConfig, *, name: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, run_dir: RunDir, config: TrackingConfig, settings: Mapping[str, Any]) -> None:
         """Start the W&B run or resume it, and send the steps of metrics.jsonl that it lacks."""
         unset_empty_variables("WANDB_")
-        self._run_dir, self._config = run_dir, config
-        self._name, self._all_settings = name, dict(settings)
+        self._run_dir, self._config, self._settings = run_dir, config, dict(settings)
         self._run: wandb.Run | None = None
         self._has_failed = False
         self._last_step = -1  # the last step that W&B has; step 0 is the untrained network
@@ -80,21 +79,17 @@ class WandbRun:
     def _start(self, mode: Literal["online", "offline"]) -> None:
         if mode == "offline":
             self._last_step = _last_offline_step(self._run_dir)
-        _leave_inherited_process()
         # The process of W&B inherits the blocked signals, so a warning to all processes of a job does not end it.
         with signals_blocked(WARNINGS):
-            self._run = wandb.init(
-                dir=self._run_dir.path,
-                project=self._config.wandb_project,
-                id=self._run_dir.wandb_run_id.read_text(encoding="utf-8").strip(),
+            self._run = _open(
+                self._run_dir,
+                self._config,
+                mode=mode,
                 name=self._run_dir.path.name,
-                group=self._config.group or self._name,
+                group=self._config.group or self._settings["name"],
                 job_type="train",
                 tags=self._config.tags,
-                config=self._all_settings,
-                mode=mode,
-                resume="allow",
-                settings=_settings(),
+                config=self._settings,
             )
         if mode == "online":  # after a resume, the server knows the last step
             self._last_step = self._run.starting_step - 1
@@ -128,15 +123,41 @@ class WandbRun:
             self._has_failed = True
 
 
-def _settings(**more: bool) -> wandb.Settings:
-    return wandb.Settings(
+def _open(
+    run_dir: RunDir,
+    tracking: TrackingConfig,
+    *,
+    mode: Literal["online", "offline"],
+    measures_machine: bool = True,
+    **facts: Any,
+) -> wandb.Run:
+    """Open the W&B run of a run directory in a new process of W&B, or resume it. `facts` are those to show with it.
+
+    The W&B process of a parent, such as a notebook or a test, would outlive a run that is killed, and block the run's
+    id for the next start.
+    """
+    os.environ.pop("WANDB_SERVICE", None)
+    settings = wandb.Settings(
         silent=True,
         init_timeout=INIT_SECONDS,
         finish_timeout=FINISH_SECONDS,
         finish_timeout_raises=True,
         reinit="create_new",  # otherwise `wandb.init` returns or ends an open run, such as that of a notebook
-        **more,
+        x_disable_stats=not measures_machine,
     )
+    return wandb.init(
+        dir=run_dir.path,
+        project=tracking.wandb_project,
+        id=_run_id(run_dir),
+        mode=mode,
+        resume="allow",
+        settings=settings,
+        **facts,
+    )
+
+
+def _run_id(run_dir: RunDir) -> str:
+    return run_dir.wandb_run_id.read_text(encoding="utf-8").strip()
 
 
 def _media(pictures: StepPictures) -> dict[str, object]:
@@ -158,21 +179,11 @@ def _mode(config: TrackingConfig) -> Literal["online", "offline"]:
 
 def _last_offline_step(run_dir: RunDir) -> int:
     """Return the last step in W&B's files; -1 if there is none. The newest file may have no step yet."""
-    run_id = run_dir.wandb_run_id.read_text(encoding="utf-8").strip()
-    files = run_dir.path.glob(f"wandb/*run-*/run-{run_id}.wandb")  # online starts too
+    files = run_dir.path.glob(f"wandb/*run-*/run-{_run_id(run_dir)}.wandb")  # online starts too
     for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
         if steps := offline_steps(path):
             return steps[-1]
     return -1
-
-
-def _leave_inherited_process() -> None:
-    """Make W&B start a new process for this one.
-
-    The W&B process of a parent, such as a notebook or a test, would outlive a run that is killed, and block the run's
-    id for the next start.
-    """
-    os.environ.pop("WANDB_SERVICE", None)
 
 
 def summarize(run_dir: RunDir, config: TrackingConfig, numbers: Mapping[str, float]) -> None:
@@ -183,16 +194,8 @@ def summarize(run_dir: RunDir, config: TrackingConfig, numbers: Mapping[str, flo
     if not run_dir.wandb_run_id.is_file():
         return
     unset_empty_variables("WANDB_")
-    _leave_inherited_process()
     try:
-        with wandb.init(
-            dir=run_dir.path,
-            project=config.wandb_project,
-            id=run_dir.wandb_run_id.read_text(encoding="utf-8").strip(),
-            mode=_mode(config),
-            resume="allow",
-            settings=_settings(x_disable_stats=True),
-        ) as run:
+        with _open(run_dir, config, mode=_mode(config), measures_machine=False) as run:
             run.summary.update(dict(numbers))
     except Exception as error:
         logger.warning("Weights & Biases did not accept the summary (%s)", error)
