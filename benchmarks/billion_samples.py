@@ -25,7 +25,7 @@ from benchmarks import record
 from benchmarks.record import Line
 from data_pipeline.building.index_tars import make_index
 from data_pipeline.core.errors import UserError, run_command
-from data_pipeline.loading.order import BatchOrder
+from data_pipeline.loading.order import BatchOrder, EpochOrders
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.storage.index import NUMBERS_NAME, SAMPLES_NAME, TIMES_NAME
 from data_pipeline.storage.locations import MANIFEST_NAME, TARS_NAME
@@ -109,7 +109,7 @@ def in_new_process(index: Path, *, share: float, shuffle_shards: int | None) -> 
 
 def milliseconds_of_order(num_samples: int) -> float:
     """Return the time of the order of a global batch, the median of 50 steps."""
-    order = BatchOrder(num_samples, 0, BATCH_SIZE)
+    order = BatchOrder(EpochOrders(num_samples, 0), BATCH_SIZE)
     seconds = []
     for step in range(50):
         started = time.perf_counter()

@@ -32,7 +32,7 @@ from benchmarks.views import expert_peers
 from benchmarks.webdataset_peer import epoch_after_epoch
 from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError, run_command
-from data_pipeline.loading.order import epoch_order
+from data_pipeline.loading.order import EpochOrders
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.remote.fetch import RemoteConfig
 from data_pipeline.storage.manifest import Manifest, load_manifest
@@ -59,7 +59,7 @@ def calls(call: Callable[[], object], num_samples: int) -> Iterator[int]:
 def encoded_counts(store: SampleStore) -> Iterator[int]:
     """Read the stored bytes of samples in shuffled order, epoch after epoch."""
     for epoch in count():
-        order = epoch_order(len(store), seed=0, epoch=epoch)
+        order = EpochOrders(len(store), 0).of_epoch(epoch)
         for start in range(0, len(store), ORDER_CHUNK):
             indices = order(np.arange(start, min(start + ORDER_CHUNK, len(store))))
             for first in range(0, len(indices), 100):
@@ -144,7 +144,7 @@ def remote_lines(directory: Path, *, kind: str, location: str, url: str) -> Iter
 
     def our_bytes(remote: RemoteConfig) -> int:
         store = SampleStore(location, remote=remote)
-        order = epoch_order(len(store), seed=0, epoch=0)
+        order = EpochOrders(len(store), 0).of_epoch(0)
         for start in range(0, len(store), 100):
             store.read(order(np.arange(start, min(start + 100, len(store)))))
         return len(store)

@@ -15,7 +15,7 @@ from data_pipeline.audio.log_mel import MelConfig, mel_config
 from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.random_crop import CropLaw
 from data_pipeline.core.schema import Count, Line, Name
-from data_pipeline.loading.mixture import Mixture, MixtureSource, num_steps_per_mixture_epoch
+from data_pipeline.loading.mixture import Mixture, num_steps_per_mixture_epoch
 from data_pipeline.loading.order import num_steps_per_epoch
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.remote.cache import read_manifest
@@ -247,8 +247,8 @@ def _open_train_set(data: DataConfig, manifest: TrainManifest | None) -> SampleS
         assert not isinstance(manifest, MixtureManifest)
         return SampleStore(data.probed_dir, remote=data.remote, manifest=manifest)
     known = manifest.sources if isinstance(manifest, MixtureManifest) else {}
-    sources = (
-        MixtureSource(name, SampleStore(location, remote=data.remote, manifest=known.get(name)))
+    sources = {
+        name: SampleStore(location, remote=data.remote, manifest=known.get(name))
         for name, location in data.train_locations.items()
-    )
-    return Mixture(tuple(sources), weights_of(data.mixture), data.mixture_epoch)
+    }
+    return Mixture(sources, weights_of(data.mixture), data.mixture_epoch)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -112,7 +112,7 @@ class NeighbourOrder(BatchOrder):
         num_groups = self.global_batch_size // group_size
         num_own = num_groups // self.world_size
         first = step_in_epoch * num_groups + self.rank * num_own
-        samples = self.of_epoch(epoch)(np.arange(first, first + num_own, dtype=np.int64))
+        samples = self.epochs.of_epoch(epoch)(np.arange(first, first + num_own, dtype=np.int64))
         groups_KG = groups_NG[samples]
         met = {index: bad[index] for index in groups_KG.ravel().tolist() if index in bad} if bad else {}
         if met:
@@ -126,12 +126,6 @@ class NeighbourOrder(BatchOrder):
             groups_KG = groups_NG[whole[np.searchsorted(whole, samples, side="right") - 1]]
         indices_R = groups_KG.reshape(-1)
         return Rows(indices_R, indices_R, epoch, tuple(met.values()), group_size=group_size)
-
-
-def in_groups(order: BatchOrder, groups: Callable[[int], NDArray[np.int64] | None]) -> NeighbourOrder:
-    """Return an order in groups of neighbours, as `NeighbourOrder` describes them."""
-    own = {each.name: getattr(order, each.name) for each in fields(order) if each.init}
-    return NeighbourOrder(**own, groups=groups)
 
 
 def in_memory(data: DataConfig, device: torch.device) -> DataConfig:
@@ -224,7 +218,7 @@ def neighbour_order(search: NeighbourSearch) -> NeighbourOrder:
             f"neighbours.group_size {size} does not divide the {own} samples of a batch on each rank; set another "
             "group_size, global_batch_size or number of ranks"
         )
-    return in_groups(order, search)
+    return NeighbourOrder(**vars(order), groups=search)
 
 
 def read_groups(directory: Path, epoch: int) -> NDArray[np.int64]:

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,12 +32,12 @@ from data_pipeline.core.sample import BadSample
 from data_pipeline.loading.order import (
     BatchOrder,
     EpochOrder,
+    EpochOrders,
     ReadingOrder,
     Rows,
     check_batch_size,
     check_ranks,
     chunks_from,
-    epoch_order,
     first_good,
     rows_of_bad,
 )
@@ -114,66 +115,47 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class MixtureSource:
-    """A dataset of a mixture. The `name` stands in messages and metrics."""
-
-    name: str
-    store: SampleStore
-
-
-@dataclass(frozen=True)
 class Mixture:
     """Several datasets that are drawn from by weights.
 
     Raises `UserError` if two sources differ in medium, input shape or sample rate.
 
     Attributes:
-        sources: of different names, in an order that must not change during a run.
+        sources: the datasets by name, in an order that must not change during a run. The names stand in messages and
+            metrics.
         weights: of the sources: numbers of 0 or more, not all 0.
         epoch_samples: the number of samples that count as an epoch; None means as many as all sources hold.
     """
 
-    sources: tuple[MixtureSource, ...]
+    sources: Mapping[str, SampleStore]
     weights: tuple[float, ...]
     epoch_samples: int | None = None
 
     def __post_init__(self) -> None:
-        first = self.sources[0]
-        for source in self.sources:
+        first, first_store = next(iter(self.sources.items()))
+        for source, store in self.sources.items():
             for name, what in SAME_INPUTS.items():
-                here, there = getattr(source.store.manifest, name), getattr(first.store.manifest, name)
+                here, there = getattr(store.manifest, name), getattr(first_store.manifest, name)
                 if here != there:
                     raise UserError(
-                        f"{first.name} and {source.name} are in one mixture, but differ in {what} ({there} and "
-                        f"{here}); build or index both for the same"
+                        f"{first} and {source} are in one mixture, but differ in {what} ({there} and {here}); build or "
+                        "index both for the same"
                     )
 
 
-class SourceEpochs:
+@dataclass(frozen=True)
+class SourceEpochs(EpochOrders):
     """The epochs of one source, one after another, as a function of draws.
 
     Guarantees: each epoch is a permutation of the samples. No sample comes twice among `reach` + 1 draws in a row, also
-    where one epoch follows another.
+    where one epoch follows another; `reach` is a third of the samples at most.
 
     For the second guarantee, an early position of an epoch that holds one of the last samples of the epoch before is
     exchanged with a later position. Positions of the last `reach` are never exchanged, so an epoch depends only on
     itself and on the one before.
     """
 
-    def __init__(
-        self,
-        num_samples: int,
-        *,
-        seed: int,
-        reach: int,
-        shard_ends: NDArray[np.int64] | None = None,
-        shuffle_shards: int | None = None,
-    ) -> None:
-        assert 0 <= 3 * reach <= num_samples
-        self.num_samples, self.seed, self._reach = num_samples, seed, reach
-        self._shard_ends, self._shuffle_shards = shard_ends, shuffle_shards
-        self._unchanged: dict[int, EpochOrder] = {}
-        self._exchanged: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+    reach: int = field(kw_only=True)
 
     def at(self, draws_X: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the epoch of each draw and its sample, both (X,) int64."""
@@ -181,55 +163,33 @@ class SourceEpochs:
         samples_X = np.empty_like(draws_X)
         for epoch in np.unique(epochs_X).tolist():
             rows = epochs_X == epoch
-            samples_X[rows] = self.of_epoch(epoch, positions_X[rows])
+            samples_X[rows] = self.of_epoch(epoch)(positions_X[rows])
         return epochs_X, samples_X
 
-    def of_epoch(self, epoch: int, positions_X: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples at positions of an epoch, (X,) int64."""
-        now, then = self._exchanges(epoch)
-        if len(now):
-            places = np.searchsorted(now, positions_X).clip(max=len(now) - 1)
-            positions_X = np.where(now[places] == positions_X, then[places], positions_X)
-        return self._order(epoch)(positions_X)
-
-    def _order(self, epoch: int) -> EpochOrder:
-        """Return the order of an epoch before positions are exchanged. The last three that were used are kept."""
-        if epoch not in self._unchanged:
-            self._unchanged[epoch] = epoch_order(
-                self.num_samples,
-                seed=self.seed,
-                epoch=epoch,
-                shard_ends=self._shard_ends,
-                shuffle_shards=self._shuffle_shards,
-            )
-            for older in list(self._unchanged)[:-3]:
-                del self._unchanged[older]
-        return self._unchanged[epoch]
-
-    def _exchanges(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the exchanged positions, ascending, and for each the position whose sample it holds."""
-        if epoch not in self._exchanged:
-            self._exchanged[epoch] = self._find_exchanges(epoch)
-            for older in list(self._exchanged)[:-3]:
-                del self._exchanged[older]
-        return self._exchanged[epoch]
-
-    def _find_exchanges(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        nothing = np.empty(0, dtype=np.int64)
-        if epoch == 0 or self._reach == 0:
-            return nothing, nothing
-        end = self.num_samples - self._reach
-        last = self._order(epoch - 1)(np.arange(end, self.num_samples, dtype=np.int64))
-        order = self._order(epoch)
-        repeated = np.flatnonzero(np.isin(order(np.arange(self._reach, dtype=np.int64)), last))
-        partners, start = nothing, self._reach
+    def _make(self, epoch: int) -> EpochOrder:
+        order = super()._make(epoch)
+        if epoch == 0 or self.reach == 0:
+            return order
+        end = self.num_samples - self.reach
+        last = super()._make(epoch - 1)(np.arange(end, self.num_samples, dtype=np.int64))
+        repeated = np.flatnonzero(np.isin(order(np.arange(self.reach, dtype=np.int64)), last))
+        partners, start = np.empty(0, dtype=np.int64), self.reach
         while len(partners) < len(repeated):
-            positions = np.arange(start, min(start + self._reach, end), dtype=np.int64)
+            positions = np.arange(start, min(start + self.reach, end), dtype=np.int64)
             assert len(positions), "a third of the samples is always enough"
             partners = np.concatenate([partners, positions[~np.isin(order(positions), last)]])
-            start += self._reach
+            start += self.reach
         partners = partners[: len(repeated)]
-        return np.concatenate([repeated, partners]), np.concatenate([partners, repeated])
+        now, then = np.concatenate([repeated, partners]), np.concatenate([partners, repeated])
+        return partial(_exchanged, order, now, then) if len(now) else order
+
+
+def _exchanged(
+    order: EpochOrder, now: NDArray[np.int64], then: NDArray[np.int64], positions_X: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return the samples of an order at positions. The ascending positions `now` hold the samples at `then`."""
+    places = np.searchsorted(now, positions_X).clip(max=len(now) - 1)
+    return order(np.where(now[places] == positions_X, then[places], positions_X))
 
 
 @dataclass(frozen=True)
@@ -248,7 +208,7 @@ class MixtureOrder:
     """The samples that a rank reads at each step of a mixture: a `ReadingOrder`.
 
     `sizes` holds the number of samples of each source, and `names` its name for messages. `shard_ends` and
-    `shuffle_shards` mean the same as in `epoch_order`, with the shards of each source.
+    `shuffle_shards` mean the same as in `EpochOrders`, with the shards of each source.
 
     Raises `UserError` if the ranks cannot get equal parts of each global batch, or if the weights ask for more than a
     third of a source in one global batch.
@@ -277,10 +237,10 @@ class MixtureOrder:
         self.sources = tuple(
             SourceEpochs(
                 size,
-                seed=int(key_words(1, seed, "mixture source", number)[0] >> np.uint64(1)),
+                int(key_words(1, seed, "mixture source", number)[0] >> np.uint64(1)),
+                None if shard_ends is None else shard_ends[number],
+                shuffle_shards,
                 reach=_reach(size, global_batch_size),
-                shard_ends=None if shard_ends is None else shard_ends[number],
-                shuffle_shards=shuffle_shards,
             )
             for number, size in enumerate(sizes)
         )
@@ -298,14 +258,8 @@ class MixtureOrder:
         """Return the epoch of a source at which the draws of a step begin, and the position in it."""
         return divmod(self.draws_before(step)[number], self.sizes[number])
 
-    def seed_of(self, number: int) -> int:
-        """Return the seed of the epochs of a source."""
-        return self.sources[number].seed
-
-    def reads_an_epoch(self, number: int, steps: range) -> bool:
-        """Return whether at least an epoch of a source is read at these steps."""
-        before, after = self.draws_before(steps.start)[number], self.draws_before(steps.stop)[number]
-        return after - before >= self.sizes[number]
+    def epochs_of(self, number: int) -> SourceEpochs:
+        return self.sources[number]
 
     def named(self, number: int, bad: BadSample) -> BadSample:
         """Return a bad sample of a source under its index among the samples of all."""
@@ -369,7 +323,7 @@ class MixtureOrder:
         first = (draw - epoch * size) % len(of_batch)
         now = max(0, (draw - epoch * size - first) // len(of_batch))
         for positions in chunks_from(range(first, size, len(of_batch)), now):
-            samples = epochs.of_epoch(epoch, positions)
+            samples = epochs.of_epoch(epoch)(positions)
             yield from samples[~np.isin(samples, in_batch)].tolist()
 
 
@@ -384,11 +338,11 @@ def reading_order(
 ) -> ReadingOrder:
     """Return the order of a dataset or of a mixture. Raises `UserError` if the batch size does not fit it."""
     if isinstance(dataset, Mixture):
-        stores = [source.store for source in dataset.sources]
+        stores = dataset.sources.values()
         return MixtureOrder(
             [len(store) for store in stores],
             dataset.weights,
-            names=[source.name for source in dataset.sources],
+            names=list(dataset.sources),
             seed=seed,
             global_batch_size=global_batch_size,
             rank=rank,
@@ -398,7 +352,8 @@ def reading_order(
             shuffle_shards=shuffle_shards,
         )
     check_batch_size(len(dataset), global_batch_size=global_batch_size, world_size=world_size)
-    return BatchOrder(len(dataset), seed, global_batch_size, rank, world_size, dataset.shard_ends, shuffle_shards)
+    epochs = EpochOrders(len(dataset), seed, dataset.shard_ends, shuffle_shards)
+    return BatchOrder(epochs, global_batch_size, rank, world_size)
 
 
 def _reach(size: int, global_batch_size: int) -> int:

@@ -74,12 +74,8 @@ class ReadingOrder(Protocol):
         """Return the epoch of a dataset, and the position in it, at which the global batch of a step begins."""
         ...
 
-    def seed_of(self, number: int) -> int:
-        """Return the seed of the epochs of a dataset."""
-        ...
-
-    def reads_an_epoch(self, number: int, steps: range) -> bool:
-        """Return whether at least an epoch of a dataset is read at these steps."""
+    def epochs_of(self, number: int) -> EpochOrders:
+        """Return the orders of the epochs of a dataset."""
         ...
 
     def named(self, number: int, bad: BadSample) -> BadSample:
@@ -114,27 +110,6 @@ def check_ranks(global_batch_size: int, *, world_size: int) -> None:
             f"global_batch_size {global_batch_size} cannot be divided by {world_size} ranks; set it to a multiple of "
             f"{world_size}"
         )
-
-
-def epoch_order(
-    num_samples: int,
-    *,
-    seed: int,
-    epoch: int,
-    shard_ends: NDArray[np.int64] | None = None,
-    shuffle_shards: int | None = None,
-) -> EpochOrder:
-    """Return the order of one epoch: a permutation of all samples, as a function of positions in the epoch.
-
-    With `shuffle_shards`, the shards are shuffled and cut into windows of that many. The samples of a window are
-    shuffled among themselves, and come before those of the next window. `shard_ends`, (num_shards,), holds the index
-    after the last sample of each shard. It computes what it is asked for, and holds a few numbers for each shard at
-    most.
-    """
-    if shuffle_shards is None:
-        return KeyedPermutation(num_samples, seed, "epoch permutation", epoch)
-    assert shard_ends is not None
-    return ShardWindows(shard_ends, shuffle_shards, seed=seed, epoch=epoch)
 
 
 class ShardWindows:
@@ -182,39 +157,55 @@ class ShardWindows:
 
 
 @dataclass(frozen=True)
-class BatchOrder:
-    """The samples of one dataset that a rank reads at each step: a `ReadingOrder`.
+class EpochOrders:
+    """The order of each epoch of one dataset: a permutation of all samples, as a function of positions in the epoch.
 
-    The parts of all ranks, in rank order, make up the global batch. `shard_ends` and `shuffle_shards` mean the same as
-    in `epoch_order`.
+    With `shuffle_shards`, the shards are shuffled and cut into windows of that many. The samples of a window are
+    shuffled among themselves, and come before those of the next window. `shard_ends`, (num_shards,), holds the index
+    after the last sample of each shard. An order computes what it is asked for, and holds a few numbers for each shard
+    at most.
     """
 
     num_samples: int
     seed: int
+    shard_ends: NDArray[np.int64] | None = None
+    shuffle_shards: int | None = None
+    _kept: dict[int, EpochOrder] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def of_epoch(self, epoch: int) -> EpochOrder:
+        """Return the order of an epoch. The last three that were made are kept."""
+        if epoch not in self._kept:
+            self._kept[epoch] = self._make(epoch)
+            for older in list(self._kept)[:-3]:
+                del self._kept[older]
+        return self._kept[epoch]
+
+    def windows(self, epoch: int) -> ShardWindows:
+        """Return the shards in the windows of an epoch; in one window without `shuffle_shards`."""
+        assert self.shard_ends is not None
+        return ShardWindows(self.shard_ends, self.shuffle_shards or len(self.shard_ends), seed=self.seed, epoch=epoch)
+
+    def _make(self, epoch: int) -> EpochOrder:
+        if self.shuffle_shards is None:
+            return KeyedPermutation(self.num_samples, self.seed, "epoch permutation", epoch)
+        return self.windows(epoch)
+
+
+@dataclass(frozen=True)
+class BatchOrder:
+    """The samples of one dataset that a rank reads at each step: a `ReadingOrder`.
+
+    The parts of all ranks, in rank order, make up the global batch.
+    """
+
+    epochs: EpochOrders
     global_batch_size: int
     rank: int = 0
     world_size: int = 1
-    shard_ends: NDArray[np.int64] | None = None
-    shuffle_shards: int | None = None
-    _orders: dict[int, EpochOrder] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def num_steps_per_epoch(self) -> int:
-        return num_steps_per_epoch(self.num_samples, self.global_batch_size)
-
-    def of_epoch(self, epoch: int) -> EpochOrder:
-        """Return the order of an epoch. The last two that were asked for are kept."""
-        if epoch not in self._orders:
-            for older in sorted(self._orders)[:-1]:
-                del self._orders[older]
-            self._orders[epoch] = epoch_order(
-                self.num_samples,
-                seed=self.seed,
-                epoch=epoch,
-                shard_ends=self.shard_ends,
-                shuffle_shards=self.shuffle_shards,
-            )
-        return self._orders[epoch]
+        return num_steps_per_epoch(self.epochs.num_samples, self.global_batch_size)
 
     def rows(self, number: int, step: int, *, bad: Mapping[int, BadSample]) -> Rows:
         """Return the rows of this rank at a step.
@@ -226,20 +217,20 @@ class BatchOrder:
         Raises `UserError` if there is none, as in a batch of more than half of the dataset.
         """
         epoch, step_in_epoch = divmod(step, self.num_steps_per_epoch)
-        order = self.of_epoch(epoch)
+        order, num_samples = self.epochs.of_epoch(epoch), self.epochs.num_samples
         local_size = self.global_batch_size // self.world_size
         first_row = self.rank * local_size
         start = step_in_epoch * self.global_batch_size + first_row
         indices_R = order(np.arange(start, start + local_size, dtype=np.int64))
         replaced: list[BadSample] = []
         for row in rows_of_bad(indices_R, bad):
-            positions = range(first_row + row, self.num_samples, self.global_batch_size)
+            positions = range(first_row + row, num_samples, self.global_batch_size)
             candidates = (index for chunk in chunks_from(positions, step_in_epoch) for index in order(chunk).tolist())
             index = first_good(candidates, bad, replaced)
             if index is None:
                 raise UserError(
                     f"sample {bad[int(indices_R[row])].key} cannot be read, and no good sample can replace it with a "
-                    f"global_batch_size of {self.global_batch_size} of {self.num_samples} samples; lower "
+                    f"global_batch_size of {self.global_batch_size} of {num_samples} samples; lower "
                     "global_batch_size, or build or copy the dataset again"
                 )
             indices_R[row] = index
@@ -252,11 +243,8 @@ class BatchOrder:
         epoch, step_in_epoch = divmod(step, self.num_steps_per_epoch)
         return epoch, step_in_epoch * self.global_batch_size
 
-    def seed_of(self, number: int) -> int:
-        return self.seed
-
-    def reads_an_epoch(self, number: int, steps: range) -> bool:
-        return len(steps) >= self.num_steps_per_epoch
+    def epochs_of(self, number: int) -> EpochOrders:
+        return self.epochs
 
     def named(self, number: int, bad: BadSample) -> BadSample:
         return bad

@@ -127,7 +127,7 @@ class Stream:
         self._read, self._device, self._rank, self._world_size = read, torch.device(device), rank, world_size
         self._crops = crops
         if isinstance(dataset, Mixture):
-            named = {source.name: source.store for source in dataset.sources}
+            named: Mapping[str, SampleStore] = dataset.sources
             self.location: str | Path = f"the mixture of {' and '.join(named)}"
         else:
             named, self.location = {str(dataset.location): dataset}, dataset.location
@@ -185,7 +185,8 @@ class Stream:
     ) -> DataPlacement:
         """Read the samples of a dataset into memory, if the settings say so and they fit."""
         read = self._read
-        is_short = not self.order.reads_an_epoch(number, self._steps)
+        epoch, position = self.order.position_at(number, self._steps.start)
+        is_short = self.order.position_at(number, self._steps.stop) < (epoch + 1, position)  # than an epoch
         # A run whose cache is too small to stream began with the data in memory, so it must also end like this.
         if is_short and read.placement == "auto" and fits_cache(store, shuffle_shards=read.shuffle_shards):
             return DataPlacement("stream", "less than an epoch is left to read")
@@ -315,7 +316,6 @@ class Stream:
                 order,
                 steps,
                 num_workers=self._read.num_workers,
-                shuffle_shards=self._read.shuffle_shards,
                 rank=self._rank,
                 world_size=self._world_size,
                 pin_memory=self._device.type == "cuda",

@@ -19,7 +19,7 @@ from data_pipeline.core.processes import leave_signals_to_parent, signals_blocke
 from data_pipeline.core.sample import BadSample, Batch
 from data_pipeline.core.system import SHARED
 from data_pipeline.loading.decode import decode
-from data_pipeline.loading.order import ReadingOrder, ShardWindows
+from data_pipeline.loading.order import ReadingOrder
 from data_pipeline.loading.sources import StreamSource
 
 
@@ -29,7 +29,6 @@ def streamed_batches(
     steps: range,
     *,
     num_workers: int,
-    shuffle_shards: int | None,
     rank: int,
     world_size: int,
     pin_memory: bool,
@@ -39,7 +38,7 @@ def streamed_batches(
     Raises `UserError` if a sample and all its replacements are bad, and `RuntimeError` if a worker was killed.
     """
     prefetchers = [
-        _ShardPrefetcher(source, order, shuffle_shards=shuffle_shards, rank=rank, world_size=world_size)
+        _ShardPrefetcher(source, order, rank=rank, world_size=world_size)
         for source in sources
         if source.store.is_remote
     ]
@@ -76,25 +75,18 @@ def streamed_batches(
 class _ShardPrefetcher:
     """A prefetcher of a remote dataset's shards, for the window being read and the next one."""
 
-    def __init__(
-        self, source: StreamSource, order: ReadingOrder, *, shuffle_shards: int | None, rank: int, world_size: int
-    ) -> None:
+    def __init__(self, source: StreamSource, order: ReadingOrder, *, rank: int, world_size: int) -> None:
         self._store, self._number, self._order = source.store, source.number, order
-        self._shuffle_shards, self._rank, self._world_size = shuffle_shards, rank, world_size
+        self._epochs, self._rank, self._world_size = order.epochs_of(source.number), rank, world_size
         self._epoch, self._window = 0, -1
-        self._windows, self._windows_after = self._windows_of(0), self._windows_of(1)
-
-    def _windows_of(self, epoch: int) -> ShardWindows:
-        ends = self._store.shard_ends
-        seed = self._order.seed_of(self._number)
-        return ShardWindows(ends, self._shuffle_shards or len(ends), seed=seed, epoch=epoch)
+        self._windows, self._windows_after = self._epochs.windows(0), self._epochs.windows(1)
 
     def before(self, step: int) -> None:
         """Request shards if a window begins at `step`. Call this before each step."""
         epoch, position = self._order.position_at(self._number, step)
         if epoch != self._epoch:
             self._epoch, self._window = epoch, -1
-            self._windows, self._windows_after = self._windows_of(epoch), self._windows_of(epoch + 1)
+            self._windows, self._windows_after = self._epochs.windows(epoch), self._epochs.windows(epoch + 1)
         window = self._windows.number_at(position)
         if window == self._window:
             return

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.loading.mixture import Mixture, MixtureSource, reading_order
+from data_pipeline.loading.mixture import Mixture, reading_order
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.storage.store import SampleStore
 
@@ -59,8 +59,9 @@ def _opened(locations: Sequence[str], weights: Sequence[float] | None) -> Sample
     """
     if len(locations) == 1:
         return SampleStore(locations[0])
+    if len(set(locations)) < len(locations):
+        raise UserError(f"a mixture has each dataset once; name different ones, not {' '.join(locations)}")
     weights = [1.0] * len(locations) if weights is None else weights
     if len(weights) != len(locations) or not all(0 < weight < math.inf for weight in weights):
         raise UserError(f"--weights must be {len(locations)} positive numbers, one for each DIR, got {weights}")
-    sources = tuple(MixtureSource(location, SampleStore(location)) for location in locations)
-    return Mixture(sources, tuple(weights))
+    return Mixture({location: SampleStore(location) for location in locations}, tuple(weights))

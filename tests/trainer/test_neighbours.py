@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from configs.resolve import resolve_recipe
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BadSample
-from data_pipeline.loading.order import BatchOrder
+from data_pipeline.loading.order import BatchOrder, EpochOrders
 from data_pipeline.loading.stream import ReadConfig, Stream
 from tests.gloo import run_ranks
 from tests.small_encoder import CONVNET
@@ -28,7 +28,6 @@ from trainer.neighbours import (
     NeighbourOrder,
     NeighboursConfig,
     NeighbourSearch,
-    in_groups,
     nearest_neighbours,
     neighbour_order,
     read_groups,
@@ -93,10 +92,10 @@ def test_a_batch_consists_of_whole_groups_of_other_samples_in_each_epoch(world_s
     groups = np.random.default_rng(0).integers(NUM_SAMPLES, size=(NUM_SAMPLES, GROUP_SIZE))
     groups[:, 0] = np.arange(NUM_SAMPLES)
     orders = [
-        NeighbourOrder(NUM_SAMPLES, 3, BATCH_SIZE, rank, world_size, groups=lambda _: groups)
+        NeighbourOrder(EpochOrders(NUM_SAMPLES, 3), BATCH_SIZE, rank, world_size, groups=lambda _: groups)
         for rank in range(world_size)
     ]
-    whole = NeighbourOrder(NUM_SAMPLES, 3, BATCH_SIZE, groups=lambda _: groups)
+    whole = NeighbourOrder(EpochOrders(NUM_SAMPLES, 3), BATCH_SIZE, groups=lambda _: groups)
     first_of_epochs = []
     for epoch in range(2):
         first: list[int] = []
@@ -116,15 +115,15 @@ def test_a_batch_consists_of_whole_groups_of_other_samples_in_each_epoch(world_s
 def test_a_group_with_a_sample_that_went_bad_is_replaced_alike_on_all_ranks_whatever_they_have_met() -> None:
     groups = np.stack([np.arange(12), (np.arange(12) + 1) % 12], axis=1)
     bad = {index: BadSample(index, "shard", "torn") for index in (0, 4, 5)}
-    order = NeighbourOrder(12, 3, 12, groups=lambda _: groups)
-    leaders = groups[order.of_epoch(0)(np.arange(6))][:, 0].tolist()
+    order = NeighbourOrder(EpochOrders(12, 3), 12, groups=lambda _: groups)
+    leaders = groups[order.epochs.of_epoch(0)(np.arange(6))][:, 0].tolist()
     # The groups of 0, 3, 4, 5 and 11 hold a bad sample. Those of 2 and 10 are the nearest whole ones before them.
     expected = [{0: 10, 3: 2, 4: 2, 5: 2, 11: 10}.get(leader, leader) for leader in leaders]
     for world_size in (1, 2, 3):
         found, replaced = [], set()
         for rank in range(world_size):
             known: dict[int, BadSample] = {}
-            part = NeighbourOrder(12, 3, 12, rank, world_size, groups=lambda _: groups)
+            part = NeighbourOrder(EpochOrders(12, 3), 12, rank, world_size, groups=lambda _: groups)
             while met := {i: bad[i] for i in part.rows(0, 0, bad=known).indices_R.tolist() if i in bad}:
                 known |= met
             rows = part.rows(0, 0, bad=known)
@@ -146,7 +145,7 @@ def test_a_sample_that_went_bad_since_its_group_was_found_is_not_read(placement:
     read = ReadConfig(placement=placement, num_workers=0, max_bad_share=0.1)
     stream = Stream(directory, read=read, global_batch_size=12, seed=0)
     assert isinstance(stream.order, BatchOrder)
-    (batch,) = stream.batches(range(1), order=in_groups(stream.order, lambda _: groups_NG))
+    (batch,) = stream.batches(range(1), order=NeighbourOrder(**vars(stream.order), groups=lambda _: groups_NG))
     assert len(batch) == 12
     assert 5 not in batch.index_B.tolist()
     assert [sample.index for sample in batch.bad] == [5]
@@ -260,7 +259,7 @@ def test_an_order_of_groups_leaves_other_iterators_of_the_stream_alone(data: Pat
     groups_NG = np.stack([np.arange(NUM_SAMPLES), np.arange(1, NUM_SAMPLES + 1) % NUM_SAMPLES], axis=1)
     stream = Stream(data / "train", global_batch_size=16, seed=0)
     assert isinstance(stream.order, BatchOrder)
-    order = in_groups(stream.order, lambda step: None if step == 0 else groups_NG)
+    order = NeighbourOrder(**vars(stream.order), groups=lambda step: None if step == 0 else groups_NG)
     plain = [batch.keys for batch in stream.batches(range(2))]
     grouped = [batch.keys for batch in stream.batches(range(2), order=order)]
     assert plain[0] == grouped[0]

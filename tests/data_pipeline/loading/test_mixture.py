@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from fractions import Fraction
-from itertools import chain, islice, repeat, starmap
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from scipy.stats import chisquare
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL, BadSample
-from data_pipeline.loading.mixture import Mixture, MixtureOrder, MixtureSource, Shares, SourceEpochs
+from data_pipeline.loading.mixture import Mixture, MixtureOrder, Shares, SourceEpochs
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.remote.fetch import RemoteConfig
 from data_pipeline.storage.store import SampleStore
@@ -258,7 +258,7 @@ def stream(
     where = f"file://{root}" if config.remote.cache_dir else root
     stores = {name: SampleStore(f"{where}/{name}", remote=config.remote) for name in names}
     return Stream(
-        Mixture(tuple(starmap(MixtureSource, stores.items())), WEIGHTS_OF_STREAM),
+        Mixture(stores, WEIGHTS_OF_STREAM),
         read=config,
         global_batch_size=12,
         seed=7,

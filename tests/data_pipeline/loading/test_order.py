@@ -15,7 +15,7 @@ from scipy.stats import chisquare
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BadSample
-from data_pipeline.loading.order import BatchOrder, ShardWindows, epoch_order
+from data_pipeline.loading.order import BatchOrder, EpochOrders, ShardWindows
 from data_pipeline.loading.permutation import KeyedPermutation
 from tests.data_pipeline.loading.batches import whole_batches
 
@@ -23,8 +23,8 @@ EXAMPLES = settings(deadline=None, database=None, max_examples=30)
 SHARD_SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=17)
 
 
-def whole_order(num_samples: int, **options: Any) -> NDArray[np.int64]:
-    return epoch_order(num_samples, **options)(np.arange(num_samples))
+def whole_order(num_samples: int, *, seed: int, epoch: int, **options: Any) -> NDArray[np.int64]:
+    return EpochOrders(num_samples, seed, **options).of_epoch(epoch)(np.arange(num_samples))
 
 
 @st.composite
@@ -51,7 +51,9 @@ def test_global_batches_are_the_same_for_any_ranks_and_hold_no_key_twice(
     num_steps = num_samples // size
 
     def seen(world_size: int) -> list[list[int]]:
-        orders = [BatchOrder(num_samples, seed, size, rank, world_size, **options) for rank in range(world_size)]
+        orders = [
+            BatchOrder(EpochOrders(num_samples, seed, **options), size, rank, world_size) for rank in range(world_size)
+        ]
         return whole_batches(
             [[order.rows(0, step, bad={}).indices_R.tolist() for step in range(2 * num_steps)] for order in orders]
         )
@@ -74,7 +76,9 @@ def test_bad_samples_are_replaced_alike_on_any_ranks(
     indices = data.draw(st.sets(st.integers(0, num_samples - 1), max_size=num_samples))
     bad = {index: BadSample(index, "shard", "torn") for index in indices}
     for step in range(num_samples // size):
-        clean = BatchOrder(num_samples, seed, size, 0, 1, **options).rows(0, step, bad={}).indices_R.tolist()
+        clean = (
+            BatchOrder(EpochOrders(num_samples, seed, **options), size, 0, 1).rows(0, step, bad={}).indices_R.tolist()
+        )
         order = whole_order(num_samples, seed=seed, epoch=0, **options)
         by_row = [np.roll(order[row::size], -step).tolist() for row in range(size)]
         expected = [next((index for index in row if index not in indices), None) for row in by_row]
@@ -83,7 +87,9 @@ def test_bad_samples_are_replaced_alike_on_any_ranks(
         passed: list[BadSample] = []
         try:
             for rank in range(world_size):
-                part = BatchOrder(num_samples, seed, size, rank, world_size, **options).rows(0, step, bad=bad)
+                part = BatchOrder(EpochOrders(num_samples, seed, **options), size, rank, world_size).rows(
+                    0, step, bad=bad
+                )
                 parts.append(part.indices_R.tolist())
                 passed += part.bad
         except UserError:
@@ -113,7 +119,9 @@ def test_continued_on_other_ranks_sees_the_rest_of_the_epoch(
     stopped_at = data.draw(st.integers(0, num_steps))
 
     def seen(world_size: int, steps: range) -> list[int]:
-        orders = [BatchOrder(num_samples, 3, size, rank, world_size, **options) for rank in range(world_size)]
+        orders = [
+            BatchOrder(EpochOrders(num_samples, 3, **options), size, rank, world_size) for rank in range(world_size)
+        ]
         return [index for step in steps for order in orders for index in order.rows(0, step, bad={}).indices_R.tolist()]
 
     together = seen(4, range(stopped_at)) + seen(resumed_on, range(stopped_at, num_steps))
@@ -170,7 +178,7 @@ RECORDED = {
 def test_the_order_never_changes(shuffle_shards: int | None, num_samples: int) -> None:
     """Runs that have begun go on with it, so its numbers are recorded here."""
     ends = np.arange(num_samples // 20, num_samples + 1, num_samples // 20)
-    order = epoch_order(num_samples, seed=3, epoch=2, shard_ends=ends, shuffle_shards=shuffle_shards)
+    order = EpochOrders(num_samples, 3, ends, shuffle_shards).of_epoch(2)
     assert order(np.arange(8)).tolist() == RECORDED[shuffle_shards, num_samples]
 
 
@@ -227,7 +235,7 @@ def test_the_first_batch_of_a_billion_samples_takes_no_memory_for_them(shuffle_s
     """10^9 samples in 10^5 shards, at 90 % of an epoch: what is held is a few numbers for each shard."""
     num_samples, num_shards = 10**9, 10**5
     ends = np.arange(1, num_shards + 1, dtype=np.int64) * (num_samples // num_shards)
-    order = BatchOrder(num_samples, 0, 4_096, 3, 4, shard_ends=ends, shuffle_shards=shuffle_shards)
+    order = BatchOrder(EpochOrders(num_samples, 0, ends, shuffle_shards), 4_096, 3, 4)
     tracemalloc.start()
     rows = order.rows(0, int(0.9 * order.num_steps_per_epoch), bad={})
     peak = tracemalloc.get_traced_memory()[1]

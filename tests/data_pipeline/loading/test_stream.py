@@ -26,7 +26,7 @@ from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Sample
 from data_pipeline.loading.decode import decode
-from data_pipeline.loading.order import BatchOrder, ShardWindows
+from data_pipeline.loading.order import BatchOrder, EpochOrders, ShardWindows
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.loading.whole import read_all
 from data_pipeline.overlays import evaluation_keys
@@ -310,7 +310,7 @@ def test_training_goes_on_past_bad_samples(tmp_path: Path, num_workers: int, wor
         )
         for rank in range(world_size)
     ]
-    order = BatchOrder(40, 7, 8)
+    order = BatchOrder(EpochOrders(40, 7), 8)
     clean = [order.rows(0, step, bad={}).indices_R.tolist() for step in range(10)]
     seen = whole_batches([[batch.index_B.tolist() for batch in batches] for batches in by_rank])
     passed = whole_batches([[batch.bad for batch in batches] for batches in by_rank])
