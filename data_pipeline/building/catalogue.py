@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from data_pipeline.building.datasets import GENERATED, PICTURES, SOURCES, SPLITS, Dataset, datasets_with
+from data_pipeline.building.datasets import GENERATED, PICTURES, SOURCES, SPLITS, datasets_with
 from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.options import (
     OVERLAY_OPTION,
@@ -90,7 +90,7 @@ def open_dataset(
 
     Raises `UserError` if a name is unknown, an option does not fit the source or the overlay, or the data is missing.
     """
-    if (found := find_dataset(dataset)) is None:
+    if (found := datasets_with(list(OVERLAY_NAMES.names())).get(dataset)) is None:
         raise UserError(f'unknown dataset "{dataset}"{nearest(dataset, DATASETS)}')
     if split not in SPLITS:
         raise UserError(f'unknown split "{split}"{nearest(split, SPLITS)}')
@@ -107,14 +107,6 @@ def open_dataset(
     if base in PICTURES:
         return _open_pictures(name, given, found.overlay, overlay_options)
     return _open_sounds(name, given, found.overlay, overlay_options)
-
-
-def find_dataset(name: str) -> Dataset | None:
-    """Return the dataset of a name; None if there is none.
-
-    Besides `DATASETS`, these are the bases of pictures with an overlay of other code, such as `procedural_stripes`.
-    """
-    return datasets_with(list(OVERLAY_NAMES.names())).get(name)
 
 
 def _checked_options(name: str, kind: type[SourceKind], given: SourceInputs) -> dict[str, OptionValue]:

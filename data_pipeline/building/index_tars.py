@@ -39,10 +39,9 @@ from data_pipeline.building.tar_scan import (
     scan_tar,
 )
 from data_pipeline.core.errors import UserError, printable
-from data_pipeline.core.label_words import MAX_CLASSES, Classes, choose_classes
+from data_pipeline.core.label_words import MAX_CLASSES, Classes, check_label_name, choose_classes
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY
-from data_pipeline.core.schema import check_label_name
 from data_pipeline.core.value_range import VALUE_RANGE, ValueRange
 from data_pipeline.overlays import OverlayInputs, PixelOverlay
 from data_pipeline.overlays.registry import kind_of, save_overlay
@@ -409,12 +408,7 @@ def parse_labels(words: Sequence[str]) -> dict[str, str] | None:
         field = f"{extension.lower()}{colon}{entry}"
         if extension.lower() == PATH_FIELD and re.fullmatch(r"-?\d{1,3}", entry) is None:
             raise UserError(f"--label {word} names no folder; write path:0 for the first, path:-1 for that of the file")
-        try:
-            check_label_name(name)
-        except ValueError as error:
-            raise UserError(f"--label {word}: {error}") from None
-        if name == OVERLAY:
-            raise UserError(f"--label {word} names {OVERLAY}, the label of what a build draws; give it another name")
+        check_label_name(name, f"--label {word}")
         if not field or "," in field:
             raise UserError(
                 f"--label {word} names no field, or one with a comma; write it as {name}=cls or "

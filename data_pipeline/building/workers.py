@@ -136,7 +136,8 @@ def _kept_files(plan: BuildPlan, index_B: NDArray[np.int64]) -> Iterator[dict[st
         ending = ending_of(name).lstrip(".")
         if ending not in plan.scan.fields.content:
             raise UserError(
-                f"{source.path(number)} has no ending of a picture that can be kept; rename it, or build without --keep"
+                f"{source.files.root / name} has no ending of a picture that can be kept; rename it, or build without "
+                "--keep"
             )
         labels = {name: int(column.label_N[number]) for name, column in columns.items()}
         yield {ending: source.files.read(name), "json": encode_labels(labels, plan.classes, file=name)}

@@ -6,6 +6,7 @@ folders are class names as they are; `normal` writes them as this rule does.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import unicodedata
@@ -13,7 +14,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from data_pipeline.core.sample import NO_LABEL
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import NO_LABEL, OVERLAY
+from data_pipeline.core.schema import is_label_name
 
 MAX_CLASSES: Final = 100_000
 _MISSING: Final = frozenset({"", "nan", "NaN", "NA", "N/A", "<NA>", "null", "NULL"})
@@ -25,6 +28,17 @@ _NUM_NAMED: Final = 3  # classes in a sentence
 def normal(text: str) -> str:
     """Return a text in Unicode's form NFC, so that one name is one class or key, whichever system wrote it."""
     return unicodedata.normalize("NFC", text)
+
+
+def check_label_name(name: str, where: str) -> None:
+    """Raise `UserError` if a name that stands at `where` cannot be that of a label of a source."""
+    if not is_label_name(name):
+        raise UserError(
+            f"{where}: {json.dumps(name[:100])} is not a valid name of a label; use up to 32 of the letters a to z and "
+            "A to Z, digits and _, and begin with a letter"
+        )
+    if name == OVERLAY:
+        raise UserError(f"{where}: {OVERLAY} is the label of what a build draws; give yours another name")
 
 
 def as_word(value: object) -> str:

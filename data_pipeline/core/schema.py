@@ -79,16 +79,6 @@ def is_label_name(text: str) -> bool:
     return re.fullmatch(_LABEL_NAME, text) is not None
 
 
-def check_label_name(text: str) -> str:
-    """Return the name of a label; raise `ValueError` if it is not a plain word."""
-    if not is_label_name(text):
-        raise ValueError(
-            f"{json.dumps(text[:100])} is not a valid name of a label; use up to 32 of the letters a to z and A to Z, "
-            "digits and _, and begin with a letter"
-        )
-    return text
-
-
 def _finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import struct
 from dataclasses import dataclass, replace
 from typing import IO, Any, Final, Literal
 
@@ -159,19 +158,7 @@ def _is_whole(kind: str, picture: ImageFile.ImageFile, file: IO[bytes]) -> bool:
     if kind == "WEBP":
         file.seek(4)
         return int.from_bytes(file.read(4), "little") + 8 <= num_bytes
-    return kind in ("AVIF", "HEIF") and _boxes_are_whole(file, num_bytes)
-
-
-def _boxes_are_whole(file: IO[bytes], num_bytes: int) -> bool:
-    """Return whether the boxes of an AVIF or HEIF end in the file."""
-    position = 0
-    while position + 8 <= num_bytes:
-        file.seek(position)
-        size, _, large = struct.unpack(">I4sQ", file.read(16).ljust(16, b"\0"))
-        if size == 0:  # to the end of the file
-            return True
-        position += large if size == 1 else max(size, 8)
-    return position == num_bytes
+    return False
 
 
 def _sound(file: IO[bytes], *, full: bool) -> Examined:

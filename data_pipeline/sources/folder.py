@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, Field
@@ -45,22 +44,19 @@ class PictureFiles(SplitFiles):
         """Return the path of the file of a record below the root of the source."""
         return self._names[number]
 
-    def path(self, number: int) -> Path:
-        """Return the path of the file of a record, for messages: it may lie in a zip."""
-        return self.files.root / self.name(number)
-
     def __getitem__(self, number: int) -> Record:
         decode = partial(read_pixels, image_size=self.image_size, value_range=self.value_range)
-        pixels = self.files.decoded(self.name(number), decode)
+        name = self.name(number)
+        pixels = self.files.decoded(name, decode)
         if self._shape and pixels.shape != self._shape:
             seen, first = (
                 f"{width}x{height} pixels of {num} channels" for height, width, num in (pixels.shape, self._shape)
             )
             raise UserError(
-                f"{self.path(number)} is {seen} but {self.files.root / self._first} is {first}; bring all pictures to "
-                f"one size with {SOURCE_OPTION} image_size=N, and leave out those of other channels"
+                f"{self.files.root / name} is {seen} but {self.files.root / self._first} is {first}; bring all "
+                f"pictures to one size with {SOURCE_OPTION} image_size=N, and leave out those of other channels"
             )
-        return Record(pixels, int(self.labels[number]), self.name(number))
+        return Record(pixels, int(self.labels[number]), name)
 
 
 class FolderOptions(SplitOptions):

@@ -24,9 +24,8 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.label_words import as_word
-from data_pipeline.core.sample import BASE, OVERLAY
-from data_pipeline.core.schema import check_label_name
+from data_pipeline.core.label_words import as_word, check_label_name
+from data_pipeline.core.sample import BASE
 
 logger = logging.getLogger(__name__)
 
@@ -84,12 +83,7 @@ def label_columns(where: str, columns: Mapping[str, T]) -> dict[str, T]:
     base = next((name for name in (BASE, *BASE_COLUMNS) if name in columns), None)
     columns = {BASE if name == base else name: words for name, words in columns.items()}
     for name in columns:
-        try:
-            check_label_name(name)
-        except ValueError as error:
-            raise UserError(f"{where}: the column {error}") from None
-        if name == OVERLAY:
-            raise UserError(f"{where} has a column {OVERLAY}, the label of what a build draws; give it another name")
+        check_label_name(name, where)
     return columns
 
 

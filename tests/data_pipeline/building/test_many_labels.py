@@ -173,7 +173,7 @@ def test_without_a_split_a_share_of_each_group_is_drawn(tmp_path: Path) -> None:
     parts = {}
     for split in ("train", "test"):
         source = open_folder(tmp_path / "pics", labels=table, split=split, test_share=0.2)
-        parts[split] = {source.path(number) for number in range(len(source.labels))}
+        parts[split] = {source.name(number) for number in range(len(source.labels))}
         counts = np.bincount(source.more_labels["sex"].label_N)
         assert counts.tolist() == {"train": [16, 16], "test": [4, 4]}[split]
     assert not parts["train"] & parts["test"]
@@ -195,7 +195,7 @@ def test_without_a_split_a_share_of_each_group_is_drawn(tmp_path: Path) -> None:
         (["file", "sex", "split"], [["a.png", "f", "train"], ["./a.png", "f", "test"]], r"names a\.png 2 times"),
         (["file", "sex"], [["a.png", "f", "m"]], r"line 2 of .*labels\.csv has 3 cells, but its header has 2"),
         (["file", "sex", "sex"], [["a.png", "f", "m"]], "has several columns sex"),
-        (["file", "overlay"], [["a.png", "f"]], "has a column overlay, the label of what a build draws"),
+        (["file", "overlay"], [["a.png", "f"]], "overlay is the label of what a build draws"),
         (["file", "sex"], [], "holds no line of a file"),
     ],
 )
@@ -324,7 +324,7 @@ def test_a_field_may_hold_an_equals_sign_and_its_extension_capitals_and_a_dot(wo
         (["a=cls", "a=txt"], r"--label names a twice \(cls and txt\); give each label once"),
         (["a b=cls"], r'--label a b=cls: "a b" is not a valid name of a label; use up to 32 of the letters'),
         (["colour="], r"--label colour= names no field"),
-        (["overlay=cls"], r"names overlay, the label of what a build draws"),
+        (["overlay=cls"], r"--label overlay=cls: overlay is the label of what a build draws"),
     ],
 )
 def test_wrong_names_of_labels_are_told(words: list[str], said: str) -> None:
