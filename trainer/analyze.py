@@ -85,13 +85,9 @@ def main() -> None:
         print(describe_settings(settings))
         return
     from data_pipeline.core.devices import named_device
-    from trainer.analyses.analysis import AnalysisOptions
+    from trainer.analyses.analysis import LoadedRun
 
-    options = AnalysisOptions(
-        step=arguments.step,
-        device=named_device(arguments.device),
-        seed=arguments.seed,
-    )
+    device = named_device(arguments.device)
     say_what_is_left_out(arguments.run_dirs)
     runs = [open_run(path) for path in runs_of(arguments.run_dirs)]  # check all before the first is analysed
     import_code(arguments.code)
@@ -99,7 +95,8 @@ def main() -> None:
     num_failed = 0
     for taken in groups:
         try:
-            for path in analysis.analyze(taken, config=settings, options=options):
+            loaded = [LoadedRun(run_dir, arguments.step, device, arguments.seed) for run_dir in taken]
+            for path in analysis.analyze(loaded, config=settings):
                 print(path, flush=True)
         except UserError as error:
             if len(groups) == 1:

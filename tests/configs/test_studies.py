@@ -34,7 +34,7 @@ def runs_of(name: str) -> list[RunConfig]:
 @pytest.mark.parametrize("name", FORMS)
 def test_a_study_fills_every_cell_of_its_table_and_no_other(name: str) -> None:
     table, runs = study(name), runs_of(name)
-    assert {cell.run for cell in table.cells} == {run.name for run in runs}
+    assert {cell["run"] for cell in table.cells} == {run.name for run in runs}
     assert all((run.tracking.tags, run.tracking.group) == ((name,), name) for run in runs)
 
 

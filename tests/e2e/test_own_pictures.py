@@ -12,7 +12,7 @@ from configs import resolve_recipe
 from data_pipeline.tools.preview import draw_grid
 from tests.data_pipeline.stored_samples import find_problems
 from tests.photos import build_photos
-from trainer.analyses.analysis import AnalysisOptions
+from trainer.analyses.analysis import LoadedRun
 from trainer.analyze import load_analysis
 from trainer.probed_runs.probing import ProbeOptions, probe_run
 from trainer.reports.page import page
@@ -43,7 +43,7 @@ def test_a_run_on_own_pictures_is_probed_analysed_and_reported(tmp_path: Path) -
     for name, few in FEW.items():
         analysis = load_analysis(name)
         settings = analysis.settings().override(few, where=name)
-        png_path, _ = analysis.analyze([run_dir], config=settings, options=AnalysisOptions())
+        png_path, _ = analysis.analyze([LoadedRun(run_dir)], config=settings)
         assert min(Image.open(png_path).size) > 100
     masked = json.loads((run_dir.analysis / "views.json").read_text())
     assert masked["change_in_box"] == 0

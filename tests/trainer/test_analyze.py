@@ -20,7 +20,7 @@ from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import write_run
 from tests.trainer.probed_runs.test_probe_command import make_run
 from tests.trainer.probes.toy import toy_pictures
-from trainer.analyses.analysis import AnalysisOptions
+from trainer.analyses.analysis import LoadedRun
 from trainer.analyses.views import ANALYSIS, ViewsAnalysisConfig, mean_change
 from trainer.analyze import ANALYSES, load_analysis, main
 from trainer.modules import build_modules
@@ -83,7 +83,7 @@ def test_shown_pictures_take_the_classes_in_turn() -> None:
 
 
 def test_numbers_are_those_of_the_views_that_training_draws(run_dir: RunDir) -> None:
-    png_path, json_path = ANALYSIS.analyze([run_dir], config=ViewsAnalysisConfig(), options=AnalysisOptions(step=0))
+    png_path, json_path = ANALYSIS.analyze([LoadedRun(run_dir, step=0)], config=ViewsAnalysisConfig())
     result = json.loads(json_path.read_text())
     modules = build_modules(debug.viewmaker())
     test = read_pictures(run_dir.path.parent / "test")
@@ -100,7 +100,7 @@ def test_numbers_are_those_of_the_views_that_training_draws(run_dir: RunDir) -> 
     assert Image.open(png_path).size[0] > 1000
 
     before = png_path.read_bytes(), json_path.read_bytes()
-    ANALYSIS.analyze([run_dir], config=ViewsAnalysisConfig(), options=AnalysisOptions(step=0))
+    ANALYSIS.analyze([LoadedRun(run_dir, step=0)], config=ViewsAnalysisConfig())
     assert (png_path.read_bytes(), json_path.read_bytes()) == before
 
 
@@ -201,7 +201,7 @@ def test_analyses_of_pixels_take_other_channels_than_colours(
 ) -> None:
     analysis = load_analysis(name)
     config = analysis.settings.parse(small, where=name)
-    paths = analysis.analyze([run_of_channels], config=config, options=AnalysisOptions(step=0))
+    paths = analysis.analyze([LoadedRun(run_of_channels, step=0)], config=config)
     assert all(path.is_file() for path in paths)
     if name == "concentration":  # without grayscale and colour jitter
         result = json.loads((run_of_channels.analysis / "concentration.json").read_text())

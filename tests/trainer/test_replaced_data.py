@@ -21,7 +21,7 @@ from data_pipeline.storage.manifest import load_manifest
 from launch.slurm_command import plan_from
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
-from trainer.analyses.analysis import AnalysisOptions, LoadedRun
+from trainer.analyses.analysis import LoadedRun
 from trainer.build import build_training
 from trainer.checkpoint.files import INDEX_NAME
 from trainer.checkpoint.restore import newest_state, restore
@@ -241,7 +241,7 @@ def test_whoever_reads_the_data_of_a_run_is_warned_and_the_report_names_both(
     )
 
     def warnings(step: int) -> list[str]:
-        loaded = LoadedRun(run_dir, AnalysisOptions(step=step))
+        loaded = LoadedRun(run_dir, step=step)
         assert len(loaded.train) == 40
         assert len(loaded.test) == 20
         warn_of_other_data(loaded.modules, "train", loaded.train.manifest)

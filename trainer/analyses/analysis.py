@@ -1,4 +1,4 @@
-"""The form and the input of every analysis: a run at one checkpoint, its samples, and the options of the command.
+"""The form and the input of every analysis: a run at one checkpoint, and its samples.
 
 Shapes: N samples, V views of each, D dimensions of a space, C pooled features.
 """
@@ -21,26 +21,13 @@ from data_pipeline.core.schema import Schema
 from trainer.config import RunConfig, read_run_config
 from trainer.modules import TrainedModules
 from trainer.pretrained import load_modules, warn_of_other_data
-from trainer.probes.features import Pictures, extract, frozen, read_pictures, read_train
+from trainer.probes.features import Pictures, encode, frozen, read_pictures, read_train
 from trainer.probes.view_batches import view_batches
 from trainer.run_dir import RunDir, write_atomically, write_json
 
 CPU = torch.device("cpu")
 Space = Literal["embedding", "pooled"]  # of vectors: the embedding, or the pooled features below the head
 SPACES: tuple[Space, ...] = ("embedding", "pooled")
-
-
-@dataclass(frozen=True)
-class AnalysisOptions:
-    """Options of an analysis.
-
-    step: the checkpoint (None: the newest; 0: untrained).
-    seed: of all draws (None: the seed of the run).
-    """
-
-    step: int | None = None
-    device: torch.device = CPU
-    seed: int | None = None
 
 
 class RunResult(Schema):
@@ -56,27 +43,29 @@ class LoadedRun:
     """A run at one checkpoint. Its parts are read when they are used.
 
     Raises `UserError` then if the run has no such checkpoint, or if data is missing.
+
+    step: the checkpoint (None: the newest; 0: untrained).
+    device: where the encoder computes.
+    given_seed: of all draws (None: the seed of the run).
     """
 
     run_dir: RunDir
-    options: AnalysisOptions
+    step: int | None = None
+    device: torch.device = CPU
+    given_seed: int | None = None
 
     @cached_property
     def config(self) -> RunConfig:
         return read_run_config(self.run_dir)
 
     @property
-    def device(self) -> torch.device:
-        return self.options.device
-
-    @property
     def seed(self) -> int:
-        return self.config.seed if self.options.seed is None else self.options.seed
+        return self.config.seed if self.given_seed is None else self.given_seed
 
     @cached_property
     def modules(self) -> TrainedModules:
         """Return the modules of the checkpoint, on `device`, in eval mode."""
-        return load_modules(self.run_dir, step=self.options.step).to(self.device)
+        return load_modules(self.run_dir, step=self.step).to(self.device)
 
     @cached_property
     def train(self) -> Pictures:
@@ -127,7 +116,7 @@ def plain_vectors(loaded: LoadedRun, rows_N: Tensor) -> dict[Space, Tensor]:
     """Return the vectors (N, D) of test samples without views in every space."""
     encoder = loaded.modules.encoder
     with frozen(encoder):
-        pooled_NC = extract(encoder.pooled, loaded.test.images(rows_N), device=loaded.device)
+        [pooled_NC] = encode(lambda x_BCHW: [encoder.pooled(x_BCHW)], loaded.test.images(rows_N), device=loaded.device)
         return {"embedding": encoder.head(pooled_NC), "pooled": pooled_NC}
 
 
@@ -167,18 +156,17 @@ class Analysis:
         """Return what `analyze` takes, one call after the other: each run, or all of them together."""
         return [run_dirs] if self.compares_runs else [[run_dir] for run_dir in run_dirs]
 
-    def analyze(self, run_dirs: Sequence[RunDir], *, config: Schema, options: AnalysisOptions) -> list[Path]:
+    def analyze(self, runs: Sequence[LoadedRun], *, config: Schema) -> list[Path]:
         """Write RUN_DIR/analysis/NAME.png and NAME.json of each run, and return their paths.
 
         Raises `UserError` if a checkpoint or data is missing, or if the analysis cannot measure these runs.
         """
-        runs = [LoadedRun(run_dir, options) for run_dir in run_dirs]
         result, png = self.measure(runs if self.compares_runs else runs[0], config)
         value = None if self.in_name is None else getattr(config, self.in_name)
         name = self.name if value is None else f"{self.name}-{self.in_name}_{value}"
         paths = []
-        for run_dir in run_dirs:
-            png_path, json_path = run_dir.analysis / f"{name}.png", run_dir.analysis / f"{name}.json"
+        for run in runs:
+            png_path, json_path = (run.run_dir.analysis / f"{name}.{form}" for form in ("png", "json"))
             write_atomically(png_path, png)
             write_json(json_path, result.model_dump(mode="json"))  # last: the numbers are there only if the picture is
             paths += [png_path, json_path]

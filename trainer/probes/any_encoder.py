@@ -167,7 +167,7 @@ class _Encoded:
     deviation: the mean over batches of the standard deviation of the inputs, as the encoder gets them.
     """
 
-    features: tuple[Tensor, Tensor]
+    features: Sequence[Tensor]
     by_label: Mapping[str, Tensor]
     manifest: Manifest | None
     digests_N: NDArray[np.uint64]
@@ -181,7 +181,7 @@ def _encode(reader: AnyEncoder, data: LabelledData, *, which: str, batch_size: i
     if isinstance(data, str | Path):
         pictures = read_pictures(data, draw=TRAIN_DRAW if which == "train" else 0)
         manifest, labels = pictures.manifest, pictures.by_label
-        features = encode(reader, pictures, device=reader.device, batch_size=batch_size)
+        features = encode(reader.features_and_pooled, pictures, device=reader.device, batch_size=batch_size)
     else:
         if isinstance(data, tuple):
             data = TensorDataset(*map(torch.as_tensor, data))
@@ -198,8 +198,7 @@ def _encode(reader: AnyEncoder, data: LabelledData, *, which: str, batch_size: i
             digests += [content_digest(row)[:8] for row in values]
         if not parts:
             raise UserError(f"the {which} set of the probe holds no sample")
-        features_NF, pooled_NC = (torch.cat(each) for each in zip(*parts, strict=True))
-        features = features_NF, pooled_NC
+        features = [torch.cat(each) for each in zip(*parts, strict=True)]
         labels = {name: torch.cat([label_of[name] for label_of in label_parts]) for name in label_parts[0]}
     if not all(whole.isfinite().all() for whole in features):
         raise UserError(f"the features of the {which} set are not all finite; did the training of the encoder diverge?")

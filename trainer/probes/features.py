@@ -385,32 +385,21 @@ def frozen(*modules: object) -> Iterator[None]:
             part.training = mode
 
 
-def extract(
-    function: Callable[[Tensor], Tensor],
+def encode(
+    function: Callable[[Tensor], Sequence[Tensor]],
     images: Tensor | Pictures,
     *,
     device: torch.device,
     batch_size: int = _ENCODED_AT_ONCE,
-) -> Tensor:
-    """Return features (N, F) of pictures (N, C, H, W), uint8 or normalised, without views. Every rank calls this.
+) -> Sequence[Tensor]:
+    """Return each result (N, F) of `function` for pictures (N, C, H, W), uint8 or normalised, without views.
 
-    Every rank gets all rows, on `device`, or on the CPU if `images` are `Pictures` whose features do not fit there. Row
-    i depends only on picture i if `function` treats pictures separately, as an encoder in eval mode does.
+    Every rank calls this, and gets all rows, on `device`, or on the CPU if `images` are `Pictures` whose features do
+    not fit there. Row i depends only on picture i if `function` treats pictures separately, as an encoder in eval mode
+    does.
     """
     with torch.no_grad():
-        [features_NF] = shared_rows(lambda part: [function(to_float(part, device))], images, chunk_size=batch_size)
-    return features_NF
-
-
-def encode(
-    encoder: FeatureEncoder, pictures: Pictures, *, device: torch.device, batch_size: int = _ENCODED_AT_ONCE
-) -> tuple[Tensor, Tensor]:
-    """Return the features (N, F) and the pooled features (N, C) of all pictures without views, as `extract` does."""
-    with torch.no_grad():
-        features_NF, pooled_NC = shared_rows(
-            lambda part: encoder.features_and_pooled(to_float(part, device)), pictures, chunk_size=batch_size
-        )
-    return features_NF, pooled_NC
+        return shared_rows(lambda part: function(to_float(part, device)), images, chunk_size=batch_size)
 
 
 def shared_rows(

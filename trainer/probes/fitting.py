@@ -10,14 +10,14 @@ Shapes: N samples, F features of the linear probe, C features of kNN.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from data_pipeline.core.sample import NO_LABEL
-from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, ViewFunction, encode, extract, frozen
+from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, ViewFunction, encode, frozen
 from trainer.probes.knn import knn_classes, neighbors_of
 from trainer.probes.linear import (
     FeatureBatch,
@@ -76,24 +76,24 @@ def fit(
     check_ranks(config)
     live = copy.deepcopy(encoder) if config.batch_norm == "train" else encoder
     with frozen(encoder, live, view_policy):
-        test_features = encode(encoder, test, device=device)
+        test_features = encode(encoder.features_and_pooled, test, device=device)
         if config.views == "none" and live is encoder:
-            train_features = encode(encoder, train, device=device)
+            train_features = encode(encoder.features_and_pooled, train, device=device)
             return fit_stored(train_features, test_features, targets=targets, config=config, device=device)
-        train_NC = extract(lambda x_BCHW: encoder.features_and_pooled(x_BCHW)[1], train, device=device)
+        [train_NC] = encode(lambda x_BCHW: encoder.features_and_pooled(x_BCHW)[1:], train, device=device)
         batches = drawn_batches(live, view_policy, train, labels=list(targets), config=config, device=device)
 
         def features_of_test() -> Tensor:
             if live is encoder:
                 return test_features[0]
-            return extract(lambda x_BCHW: live.features_and_pooled(x_BCHW)[0], test, device=device)
+            return encode(lambda x_BCHW: live.features_and_pooled(x_BCHW)[:1], test, device=device)[0]
 
         return _fit(batches, features_of_test, train_NC.to(device), test_features[1], targets=targets, config=config)
 
 
 def fit_stored(
-    train: tuple[Tensor, Tensor],
-    test: tuple[Tensor, Tensor],
+    train: Sequence[Tensor],
+    test: Sequence[Tensor],
     *,
     targets: Mapping[LabelSpace, Target],
     config: ProbeConfig,

@@ -23,7 +23,7 @@ from trainer.data import DataConfig
 from trainer.models.activation_checkpointing import buffers_untouched
 from trainer.models.batch_norm import share_running_statistics
 from trainer.models.encoder import Encoder
-from trainer.probes.features import TRAIN_DRAW, Pictures, extract, frozen, read_some
+from trainer.probes.features import TRAIN_DRAW, Pictures, encode, frozen, read_some
 from trainer.probes.knn import knn_classes, neighbors_of
 from trainer.probes.linear import ProbeConfig, Target, accuracy, best_classes
 from trainer.probes.targets import label_targets
@@ -106,7 +106,8 @@ class OnlineProbe:
             # On copies, which are dropped: every rank encodes with the encoder that a checkpoint would hold.
             share_running_statistics(encoder)
             with torch.autocast(self._device.type, dtype=self._dtype, enabled=is_half):
-                features = extract(encoder.pooled, self._images_NCHW, device=self._device).float()
+                [features] = encode(lambda x_BCHW: [encoder.pooled(x_BCHW)], self._images_NCHW, device=self._device)
+            features = features.float()
             bank_NC, queries_MC = features[: self._num_train], features[self._num_train :]
             metrics: dict[str, float] = {}
             for space, target in self._targets.items():

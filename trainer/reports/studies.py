@@ -49,35 +49,19 @@ _FREE = (
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A cell of a published table, with the run that fills it; `mean` is None if the paper has no number."""
-
-    row: str
-    group: str
-    column: str
-    label: LabelSpace
-    run: str
-    mean: float | None
-    deviation: float | None
-
-
-@dataclass(frozen=True)
 class Study:
-    """A published table.
+    """A published table: its lines in `published/`, by the names of their columns.
 
-    measure: "linear" (the probe after its last epoch) or "knn_best" (the best vote of all checkpoints).
-    num_train: the train samples of the paper.
-    differences: the published differences as label, first run, second run, and points ("+" if only its sign is known).
+    about: title, source, row_title, `measure`, which is "linear" (the probe after its last epoch) or "knn_best" (the
+        best vote of all checkpoints), and `num_train`, the train samples of the paper.
+    cells: row, group, column, label, the run that fills the cell, and mean and deviation, empty without a number.
+    differences: label, first run, second run, and points ("+" or "-" if only the sign is known).
     """
 
     name: str
-    title: str
-    source: str
-    measure: str
-    row_title: str
-    num_train: int
-    cells: tuple[Cell, ...]
-    differences: tuple[tuple[LabelSpace, str, str, str], ...]
+    about: Mapping[str, str]
+    cells: Sequence[Mapping[str, str]]
+    differences: Sequence[Mapping[str, str]]
 
 
 def recipes(name: str) -> dict[str, RunConfig]:
@@ -100,36 +84,16 @@ def study(name: str) -> Study:
     if full not in lines:
         known = [form for one in lines for form in (one, one + SMALL_STUDY)]
         raise UserError(f'there is no study "{name}"{nearest(name, known)}')
-    line, ending = lines[full], SMALL_RUN if name != full else ""
+    ending = SMALL_RUN if name != full else ""
     runs = recipes(name)  # the small form of a large table lacks some
-    cells = [
-        Cell(
-            row=cell["row"],
-            group=cell["group"],
-            column=cell["column"],
-            label=cell["label"],
-            run=cell["run"] + ending,
-            mean=float(cell["mean"]) if cell["mean"] else None,
-            deviation=float(cell["deviation"]) if cell["deviation"] else None,
-        )
-        for cell in read_published("cells")
-        if cell["study"] == full and cell["run"] + ending in runs
-    ]
-    differences = [
-        (one["label"], one["first"] + ending, one["second"] + ending, one["points"])
-        for one in read_published("differences")
-        if one["study"] == full and {one["first"] + ending, one["second"] + ending} <= runs.keys()
-    ]
-    return Study(
-        name=name,
-        title=line["title"],
-        source=line["source"],
-        measure=line["measure"],
-        row_title=line["row_title"],
-        num_train=int(line["num_train"]),
-        cells=tuple(cells),
-        differences=tuple(differences),
-    )
+
+    def of_study(table: str, *columns: str) -> list[dict[str, str]]:
+        """Return the lines of the study in a table whose runs, in these columns, it has."""
+        of_all = [line for line in read_published(table) if line["study"] == full]
+        named = [line | {column: line[column] + ending for column in columns} for line in of_all]
+        return [line for line in named if all(line[column] in runs for column in columns)]
+
+    return Study(name, lines[full], of_study("cells", "run"), of_study("differences", "first", "second"))
 
 
 def write_study(
@@ -159,9 +123,7 @@ def write_study(
     else:
         chosen = study(name)
         tables = study_tables(chosen, runs, rows)
-        text = (
-            templates().get_template("study.md").render(shared, title=chosen.title, source=chosen.source, tables=tables)
-        )
+        text = templates().get_template("study.md").render({**chosen.about, **shared}, tables=tables)
     write_atomically(out, text)
 
 
@@ -185,7 +147,7 @@ def study_tables(study: Study, runs: Sequence[Run], rows: Sequence[Measurement])
 
     Raises `UserError` if two different configurations could fill a cell.
     """
-    wanted = {cell.run for cell in study.cells}
+    wanted = {cell["run"] for cell in study.cells}
     named = {run.name: run.config.name for run in runs} | {row.run: row.encoder for row in rows if not runs}
     rows = [row for row in rows if named.get(row.run) in wanted and row.reads == FEATURES]
     _check_namesakes(rows, named)
@@ -220,7 +182,7 @@ def _readings(study: Study, rows: Sequence[Measurement], named: Mapping[str, str
     for row in rows:
         groups.setdefault((row.label, named[row.run]), []).append(row)
     for key, of_key in groups.items():
-        if study.measure == "linear":
+        if study.about["measure"] == "linear":
             found[key] = by_seed(last_rows(row for row in of_key if not row.readout.startswith("online")))
             continue
         votes = [row for row in of_key if row.readout in ("knn", "online_knn") and row.step > 0]
@@ -236,12 +198,12 @@ def _readings(study: Study, rows: Sequence[Measurement], named: Mapping[str, str
 def _unlike(study: Study, runs: Sequence[Run]) -> dict[str, str]:
     """Return how the runs of each name differ from the paper's, in words; "" if their levels may be compared."""
     if study.name.endswith(SMALL_STUDY):
-        return {cell.run: "of the small form" for cell in study.cells}
-    of_paper, found = recipes(study.name), dict[str, str]()
+        return {cell["run"]: "of the small form" for cell in study.cells}
+    of_paper, found, num_train = recipes(study.name), dict[str, str](), int(study.about["num_train"])
     for run in runs:
         if (recipe := of_paper.get(run.config.name)) is not None:
             parts = differing_keys(_settings(run.config), _settings(recipe))
-            sizes = {result.num_train for result in run.results if result.num_train != study.num_train}
+            sizes = {result.num_train for result in run.results if result.num_train != num_train}
             parts += [f"{size:,} train samples" for size in sorted(sizes)]
             parts += [] if run.finished_step is not None else ["not ended"]
             found[run.config.name] = found.get(run.config.name, "") or ", ".join(parts)
@@ -254,32 +216,33 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _cells(study: Study, readings: _Readings, unlike: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:
-    columns = list(dict.fromkeys((cell.group, cell.column) for cell in study.cells))
-    by_place = {(cell.row, cell.group, cell.column): cell for cell in study.cells}
-    head = [study.row_title, *(f"{group}: {column}" for group, column in columns)]
+    columns = list(dict.fromkeys((cell["group"], cell["column"]) for cell in study.cells))
+    by_place = {(cell["row"], cell["group"], cell["column"]): cell for cell in study.cells}
+    head = [study.about["row_title"], *(f"{group}: {column}" for group, column in columns)]
     rows = []
-    for row in dict.fromkeys(cell.row for cell in study.cells):
+    for row in dict.fromkeys(cell["row"] for cell in study.cells):
         cells = [by_place.get((row, *column)) for column in columns]
         rows.append([row, *("" if cell is None else _shown(cell, readings, unlike) for cell in cells)])
     return head, rows
 
 
-def _shown(cell: Cell, readings: _Readings, unlike: Mapping[str, str]) -> str:
+def _shown(cell: Mapping[str, str], readings: _Readings, unlike: Mapping[str, str]) -> str:
     """Return "ours (paper's)", and the difference if the run is like the paper's."""
-    ours = readings.get((cell.label, cell.run), {})
+    ours = readings.get((cell["label"], cell["run"]), {})
     mean = mean_of(list(ours.values())) if ours else None
     text = NONE if mean is None else accuracy(mean)
-    if cell.mean is None:
+    if not cell["mean"]:
         return text
-    published = f"{cell.mean:g}" if cell.deviation is None else f"{cell.mean:g} ± {cell.deviation:g}"
-    if mean is None or unlike.get(cell.run, "unknown"):
+    published = " ± ".join(f"{float(number):g}" for number in (cell["mean"], cell["deviation"]) if number)
+    if mean is None or unlike.get(cell["run"], "unknown"):
         return f"{text} ({published})"
-    return f"{text} ({published}; {100 * mean.mean - cell.mean:+.1f})".replace("-", "−")
+    return f"{text} ({published}; {100 * mean.mean - float(cell['mean']):+.1f})".replace("-", "−")
 
 
 def _differences(study: Study, readings: _Readings) -> tuple[list[str], list[list[str]]]:
     rows = []
-    for label, first, second, published in study.differences:
+    for one in study.differences:
+        label, first, second, published = (one[name] for name in ("label", "first", "second", "points"))
         a, b = readings.get((label, first), {}), readings.get((label, second), {})
         ours = difference_of(a, b)
         if ours is None:

@@ -25,7 +25,7 @@ from trainer.analyses.alignment import (
     nearest_centre,
     share_apart,
 )
-from trainer.analyses.analysis import AnalysisOptions
+from trainer.analyses.analysis import LoadedRun
 from trainer.probes.features import Pictures
 
 
@@ -68,7 +68,7 @@ def test_planted_classes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     plant(monkeypatch, keeps=DropBottom(0.0), drops=DropBottom(0.5))
     results = []
     for run_dir in runs:
-        _, json_path = ANALYSIS.analyze([run_dir], config=AlignmentConfig(num_views=3), options=AnalysisOptions())
+        _, json_path = ANALYSIS.analyze([LoadedRun(run_dir)], config=AlignmentConfig(num_views=3))
         results.append(AlignmentResult.parse(json.loads(json_path.read_text()), where=""))
         monkeypatch.setattr("trainer.analyses.alignment.to_png", lambda figure: b"")  # one figure is enough
     assert Image.open(runs[0].analysis / "alignment.png").size[0] > 1000
@@ -98,14 +98,12 @@ def test_classes_in_another_order_are_refused(tmp_path: Path, monkeypatch: pytes
     manifest.write_text(json.dumps(facts))
     plant(monkeypatch, run=DropBottom(0.0))
     with pytest.raises(UserError, match="class 0 of label_base is dark in the train set but bright in the test set"):
-        ANALYSIS.analyze([write_run(tmp_path / "run", data)], config=AlignmentConfig(), options=AnalysisOptions())
+        ANALYSIS.analyze([LoadedRun(write_run(tmp_path / "run", data))], config=AlignmentConfig())
 
 
 def test_without_labels_there_are_no_class_centres(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=20, num_test=12))
     monkeypatch.setattr(Pictures, "class_labels", ())
-    png_path, json_path = ANALYSIS.analyze(
-        [run_dir], config=AlignmentConfig(num_views=2), options=AnalysisOptions(step=0)
-    )
+    png_path, json_path = ANALYSIS.analyze([LoadedRun(run_dir, step=0)], config=AlignmentConfig(num_views=2))
     assert AlignmentResult.parse(json.loads(json_path.read_text()), where="").spaces["pooled"].labels == {}
     assert Image.open(png_path).size[0] > 1000

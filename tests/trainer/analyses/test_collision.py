@@ -14,7 +14,7 @@ from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import write_run
-from trainer.analyses.analysis import AnalysisOptions
+from trainer.analyses.analysis import LoadedRun
 from trainer.analyses.collision import (
     ANALYSIS,
     SWITCHES,
@@ -54,7 +54,7 @@ def test_alone_leaves_one_transform_on(name: str) -> None:
 @pytest.mark.slow
 def test_blur_contracts_and_flips_do_not(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=40))
-    png_path, json_path = ANALYSIS.analyze([run_dir], config=CollisionConfig(max_uses=4), options=AnalysisOptions())
+    png_path, json_path = ANALYSIS.analyze([LoadedRun(run_dir)], config=CollisionConfig(max_uses=4))
     result = CollisionResult.parse(json.loads(json_path.read_text()), where="")
     assert result.num_pictures == 40
     assert result.policy == debug.image().views
@@ -73,4 +73,4 @@ def test_a_single_picture_and_equal_ones_are_refused(num: int, tmp_path: Path, m
     run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=num))
     monkeypatch.setattr(Pictures, "images", lambda pictures, rows: torch.full((len(rows), 3, 16, 16), 7))
     with pytest.raises(UserError, match="has no two different ones"):
-        ANALYSIS.analyze([run_dir], config=CollisionConfig(), options=AnalysisOptions())
+        ANALYSIS.analyze([LoadedRun(run_dir)], config=CollisionConfig())

@@ -15,7 +15,7 @@ from data_pipeline.core.sample import NO_LABEL
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import write_run
 from tests.trainer.probes.toy import toy_manifest
-from trainer.analyses.analysis import AnalysisOptions, LoadedRun
+from trainer.analyses.analysis import LoadedRun
 from trainer.analyses.concentration import (
     ANALYSIS,
     PAIRS,
@@ -99,7 +99,7 @@ def test_pairs_that_undo_what_tells_pictures_apart_are_found(tmp_path: Path, mon
     data = write_tiny_pair(tmp_path / "data", num_train=4, num_test=4)
     run_dir = write_run(tmp_path / "run", data)
     config = ConcentrationConfig(num_per_class=12, num_views=12, deltas=(0.5, 100.0))
-    png_path, json_path = ANALYSIS.analyze([run_dir], config=config, options=AnalysisOptions())
+    png_path, json_path = ANALYSIS.analyze([LoadedRun(run_dir)], config=config)
     result = ConcentrationResult.parse(json.loads(json_path.read_text()), where="")
     assert (result.num_classes, result.num_pictures) == (2, 24)
     assert set(result.pairs) == set(PAIRS)
@@ -117,16 +117,16 @@ def test_pairs_that_undo_what_tells_pictures_apart_are_found(tmp_path: Path, mon
 def test_lonely_pictures_are_refused(tmp_path: Path) -> None:
     few = write_tiny_pair(tmp_path / "few", num_train=4, num_test=2)
     with pytest.raises(UserError, match="needs two or more test pictures of each class"):
-        ANALYSIS.analyze([write_run(tmp_path / "b", few)], config=ConcentrationConfig(), options=AnalysisOptions())
+        ANALYSIS.analyze([LoadedRun(write_run(tmp_path / "b", few))], config=ConcentrationConfig())
 
 
 def test_a_class_without_pictures_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=6))
     config = ConcentrationConfig(num_views=2, deltas=(10,))
     monkeypatch.setattr(Pictures, "labels", lambda pictures, space: torch.ones(len(pictures), dtype=torch.int64))
-    _, json_path = ANALYSIS.analyze([run_dir], config=config, options=AnalysisOptions())
+    _, json_path = ANALYSIS.analyze([LoadedRun(run_dir)], config=config)
     result = ConcentrationResult.parse(json.loads(json_path.read_text()), where="")
     assert (result.num_classes, result.num_pictures) == (1, 6)
     monkeypatch.setattr(Pictures, "labels", lambda pictures, space: torch.full((len(pictures),), NO_LABEL))
     with pytest.raises(UserError, match="needs two or more test pictures of each class"):
-        ANALYSIS.analyze([run_dir], config=config, options=AnalysisOptions())
+        ANALYSIS.analyze([LoadedRun(run_dir)], config=config)

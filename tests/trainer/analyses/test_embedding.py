@@ -10,7 +10,7 @@ from PIL import Image
 from data_pipeline.core.errors import UserError
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import DropBottom, plant, write_run
-from trainer.analyses.analysis import AnalysisOptions
+from trainer.analyses.analysis import LoadedRun
 from trainer.analyses.embedding import (
     ANALYSIS,
     EmbeddingConfig,
@@ -51,9 +51,7 @@ def test_the_label_that_the_features_hold_is_told_from_the_other(
     data = write_tiny_pair(tmp_path / "data", num_train=8, num_test=80)
     plant(monkeypatch, run=DropBottom(0.0))
     run_dir = write_run(tmp_path / "run", data)
-    png_path, json_path = ANALYSIS.analyze(
-        [run_dir], config=EmbeddingConfig(num_samples=70), options=AnalysisOptions(seed=2)
-    )
+    png_path, json_path = ANALYSIS.analyze([LoadedRun(run_dir, given_seed=2)], config=EmbeddingConfig(num_samples=70))
     result = EmbeddingResult.parse(json.loads(json_path.read_text()), where="")
     assert (result.num_samples, result.seed) == (70, 2)
     base, overlay = result.silhouette["base"], result.silhouette["overlay"]
@@ -70,4 +68,4 @@ def test_features_that_are_all_equal_are_said(tmp_path: Path, monkeypatch: pytes
     plant(monkeypatch, run=DropBottom(0.0))
     run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=8))
     with pytest.raises(UserError, match=r"all 8 test samples of .* have the same features at step 0"):
-        ANALYSIS.analyze([run_dir], config=EmbeddingConfig(), options=AnalysisOptions())
+        ANALYSIS.analyze([LoadedRun(run_dir)], config=EmbeddingConfig())

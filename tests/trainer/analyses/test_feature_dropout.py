@@ -18,7 +18,7 @@ from data_pipeline.core.schema import drawn
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from tests.trainer.analyses.planted import DropBottom, plant, write_run
 from trainer.analyses import feature_dropout
-from trainer.analyses.analysis import AnalysisOptions, LoadedRun
+from trainer.analyses.analysis import LoadedRun
 from trainer.analyses.dip import uniform_dips
 from trainer.analyses.feature_dropout import (
     ANALYSIS,
@@ -80,7 +80,7 @@ def test_planted_dropout_is_found(data: Path, tmp_path: Path, monkeypatch: pytes
     """One run blackens the object in half of its views, the other changes nothing; both read perfectly."""
     policy = DropBottom(0.5)
     runs = plant_two_runs(data, tmp_path, monkeypatch, policy, draws=True)
-    paths = ANALYSIS.analyze(runs, config=CONFIG, options=AnalysisOptions())
+    paths = ANALYSIS.analyze([LoadedRun(run_dir) for run_dir in runs], config=CONFIG)
     assert paths == [run.analysis / f"feature_dropout.{end}" for run in runs for end in ("png", "json")]
     assert paths[1].read_bytes() == paths[3].read_bytes()
     result = FeatureDropoutResult.parse(json.loads(paths[1].read_text()), where="")
@@ -135,7 +135,7 @@ def test_a_dip_is_compared_with_dips_of_as_many_labelled_samples(
 
     monkeypatch.setattr(feature_dropout, "uniform_dips", noted)
     monkeypatch.setattr(Pictures, "labels", labels)
-    ANALYSIS.analyze(runs, config=CONFIG, options=AnalysisOptions())
+    ANALYSIS.analyze([LoadedRun(run_dir) for run_dir in runs], config=CONFIG)
     assert set(sizes) == {NUM_TEST, NUM_TEST * 2 // 3}
 
 
@@ -145,7 +145,7 @@ def test_all_views_may_be_of_one_sample(data: Path, tmp_path: Path, monkeypatch:
     seen = read_pictures(data / "test").by_label["overlay"] != 0  # class 0 is what black looks like
     number = int(seen.nonzero()[0])
     config = CONFIG.model_copy(update={"of_sample": number})
-    *_, path = ANALYSIS.analyze(runs, config=config, options=AnalysisOptions())
+    *_, path = ANALYSIS.analyze([LoadedRun(run_dir) for run_dir in runs], config=config)
     assert path == runs[1].analysis / f"feature_dropout-of_sample_{number}.json"
     result = FeatureDropoutResult.parse(json.loads(path.read_text()), where="")
     lost = float(policy.dropped(DrawKeys(0, 0, torch.arange(1000), 0)).float().mean())
@@ -163,18 +163,18 @@ def test_the_one_sample_is_named_by_its_index(data: Path, tmp_path: Path, monkey
     is_dark = whole.labels("overlay") == 0  # what a black object is taken for
     row = next(row for row in range(NUM_TEST - 2) if is_dark[row] and not is_dark[row + 2])
     config = CONFIG.model_copy(update={"of_sample": row + 2, "num_examples": 10})
-    *_, path = ANALYSIS.analyze(runs, config=config, options=AnalysisOptions())
+    *_, path = ANALYSIS.analyze([LoadedRun(run_dir) for run_dir in runs], config=config)
     result = FeatureDropoutResult.parse(json.loads(path.read_text()), where="")
     assert {j.accuracy for j in result.judgements if (j.views_of, j.label) == ("drops", "overlay")} == {1.0}
     with pytest.raises(UserError, match="of_sample=1, but the test set has samples from 2 to 301; take another"):
-        ANALYSIS.analyze(runs, config=config.model_copy(update={"of_sample": 1}), options=AnalysisOptions())
+        ANALYSIS.analyze([LoadedRun(run_dir) for run_dir in runs], config=config.model_copy(update={"of_sample": 1}))
 
 
 def test_examples_without_any_label_are_said(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = plant_two_runs(data, tmp_path, monkeypatch, DropBottom(0.5))
     monkeypatch.setattr(Pictures, "labels", lambda pictures, space: torch.full((len(pictures),), NO_LABEL))
     with pytest.raises(UserError, match="no example has label_base or label_overlay, so there is no right class"):
-        ANALYSIS.analyze(runs, config=CONFIG, options=AnalysisOptions())
+        ANALYSIS.analyze([LoadedRun(run_dir) for run_dir in runs], config=CONFIG)
 
 
 def test_probabilities_are_those_of_scipy() -> None:
@@ -196,7 +196,7 @@ def test_heads_that_a_probe_fitted_in_train_mode_are_not_used(tmp_path: Path) ->
         probe_run(run_dir, ProbeOptions(steps=0, settings=settings), device=torch.device("cpu"))
 
     probe()
-    loaded = LoadedRun(run_dir, AnalysisOptions(step=0))
+    loaded = LoadedRun(run_dir, step=0)
     with pytest.raises(UserError, match=r"heads-batch_norm_eval\.safetensors does not exist; .*--set batch_norm=eval"):
         heads_of(loaded)
     probe("batch_norm=eval")
@@ -215,7 +215,7 @@ def test_one_run_twice_or_of_other_data_is_refused(data: Path, tmp_path: Path) -
         ([one, other], "different test sets; feature_dropout compares runs of one dataset"),
     ):
         with pytest.raises(UserError, match=message):
-            ANALYSIS.analyze(runs, config=CONFIG, options=AnalysisOptions(step=0))
+            ANALYSIS.analyze([LoadedRun(run_dir, step=0) for run_dir in runs], config=CONFIG)
 
 
 def test_real_encoders_judge_sounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +227,9 @@ def test_real_encoders_judge_sounds(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         probe_run(run_dir, ProbeOptions(steps=0), device=torch.device("cpu"))
         runs.append(run_dir)
     config = FeatureDropoutConfig(num_uniform_samples=19)
-    result = json.loads(ANALYSIS.analyze(runs, config=config, options=AnalysisOptions(step=0))[1].read_text())
+    result = json.loads(
+        ANALYSIS.analyze([LoadedRun(run_dir, step=0) for run_dir in runs], config=config)[1].read_text()
+    )
     assert [run["name"] for run in result["runs"]] == [str(run_dir.path) for run_dir in runs]
     assert [run["selectivity_box"] for run in result["runs"]] == [None, None]
     assert result["num_examples"] == 16

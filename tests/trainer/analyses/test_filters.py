@@ -16,7 +16,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import drawn
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import write_run
-from trainer.analyses.analysis import AnalysisOptions
+from trainer.analyses.analysis import LoadedRun
 from trainer.analyses.filters import ANALYSIS, FiltersConfig, FiltersResult, explained_share, sparsity_of
 from trainer.config import RunConfig
 from trainer.modules import build_modules
@@ -55,7 +55,7 @@ def test_explained_share_is_that_of_scikit_learn() -> None:
 
 def test_numbers_of_a_real_encoder(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=40))
-    png_path, json_path = ANALYSIS.analyze([run_dir], config=CONFIG, options=AnalysisOptions(step=0))
+    png_path, json_path = ANALYSIS.analyze([LoadedRun(run_dir, step=0)], config=CONFIG)
     result = FiltersResult.parse(json.loads(json_path.read_text()), where="")
     assert (result.num_pictures, result.num_channels) == (40, 32)
     assert len(set(result.shown)) == 10
@@ -92,6 +92,4 @@ def test_encoders_of_tokens_are_refused(tmp_path: Path) -> None:
 
     data = write_tiny_pair(tmp_path / "data", num_train=4, num_test=4)
     with pytest.raises(UserError, match=r"filters needs a convolutional encoder, but the last map of"):
-        ANALYSIS.analyze(
-            [write_run(tmp_path / "b", data, recipe=transformer)], config=CONFIG, options=AnalysisOptions(step=0)
-        )
+        ANALYSIS.analyze([LoadedRun(write_run(tmp_path / "b", data, recipe=transformer), step=0)], config=CONFIG)

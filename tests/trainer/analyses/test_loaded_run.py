@@ -14,7 +14,7 @@ from data_pipeline.__main__ import main as data_pipeline
 from data_pipeline.core.errors import UserError
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from tests.trainer.analyses.planted import write_run
-from trainer.analyses.analysis import AnalysisOptions, LoadedRun
+from trainer.analyses.analysis import LoadedRun
 from trainer.analyze import load_analysis
 from trainer.config import read_config
 from trainer.preflight import check_data
@@ -24,7 +24,7 @@ from trainer.run_dir import RunDir
 def analyze(name: str, run_dir: RunDir, **settings: int) -> list[Path]:
     analysis = load_analysis(name)
     config = analysis.settings.parse(settings, where=name)
-    return analysis.analyze([run_dir], config=config, options=AnalysisOptions(step=0))
+    return analysis.analyze([LoadedRun(run_dir, step=0)], config=config)
 
 
 @pytest.mark.parametrize("name", ["collision", "concentration", "filters"])
@@ -40,7 +40,7 @@ def test_no_train_picture_bears_the_very_overlay_of_a_test_picture(tmp_path: Pat
     config = json.loads(run_dir.config.read_text())
     config["data"]["test_dir"] = config["data"]["train_dir"]
     run_dir.config.write_text(json.dumps(config))
-    loaded = LoadedRun(run_dir, AnalysisOptions(step=0))
+    loaded = LoadedRun(run_dir, step=0)
     same_NHW = (loaded.train.images_NCHW == loaded.test.images_NCHW).all(1)
     assert not same_NHW.flatten(1).all(1).any()
 

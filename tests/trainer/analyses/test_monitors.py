@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import DropBottom, plant, write_run
-from trainer.analyses.analysis import AnalysisOptions
+from trainer.analyses.analysis import LoadedRun
 from trainer.analyses.monitors import (
     ANALYSIS,
     MonitorsConfig,
@@ -114,7 +114,7 @@ def test_a_run_is_measured_in_both_spaces(tmp_path: Path, monkeypatch: pytest.Mo
     plant(monkeypatch, run=DropBottom(0.5))
     run_dir = write_run(tmp_path / "run", data)
     config = MonitorsConfig(num_samples=30, num_views=4, first_rank=1, last_rank=2)
-    png_path, json_path = ANALYSIS.analyze([run_dir], config=config, options=AnalysisOptions(seed=2))
+    png_path, json_path = ANALYSIS.analyze([LoadedRun(run_dir, given_seed=2)], config=config)
     result = MonitorsResult.parse(json.loads(json_path.read_text()), where="")
     assert (result.num_samples, result.seed) == (30, 2)
     assert result.spaces["embedding"] == result.spaces["pooled"]  # the head of the planted encoder changes nothing

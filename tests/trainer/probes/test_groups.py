@@ -11,7 +11,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL
 from tests.trainer.probes.toy import ToyEncoder, toy_pictures
 from trainer.probes import groups as groups_module
-from trainer.probes.features import Pictures, extract, frozen
+from trainer.probes.features import Pictures, encode, frozen
 from trainer.probes.groups import Groups, measure_groups, pairs_of
 from trainer.probes.knn import knn_classes
 from trainer.probes.linear import ProbeConfig, Target
@@ -104,8 +104,8 @@ def test_samples_without_a_label_are_no_neighbours_and_no_test_samples() -> None
     train, test = partial(203, seed=0, share=0.3), partial(103, seed=1, share=0.3)
     encoder = ToyEncoder()
     with frozen(encoder):
-        bank_NC = extract(encoder.pooled, train.images_NCHW, device=CPU)
-        queries_QC = extract(encoder.pooled, test.images_NCHW, device=CPU)
+        [bank_NC] = encode(lambda x_BCHW: [encoder.pooled(x_BCHW)], train.images_NCHW, device=CPU)
+        [queries_QC] = encode(lambda x_BCHW: [encoder.pooled(x_BCHW)], test.images_NCHW, device=CPU)
     targets = label_targets(train, test)
     in_train, in_test = (part.labels("overlay") != NO_LABEL for part in (train, test))
     whole = Target(train.labels("overlay")[in_train], test.labels("overlay")[in_test], num_classes=3)

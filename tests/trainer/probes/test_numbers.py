@@ -21,7 +21,7 @@ from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError
 from data_pipeline.storage.manifest import LabelEntry
 from tests.trainer.reports.made_runs import Page
-from trainer.analyses.analysis import AnalysisOptions
+from trainer.analyses.analysis import LoadedRun
 from trainer.analyze import ANALYSES, load_analysis
 from trainer.config import RunConfig
 from trainer.probed_runs.probing import ProbeOptions, probe_run
@@ -156,7 +156,7 @@ def test_every_reader_of_a_run_takes_a_number(numbered: RunDir, monkeypatch: pyt
     assert not any("probe/age/knn" in entry for entry in numbered.read_metrics())
     for name in ("alignment", "embedding", "filters", "feature_dropout"):
         analysis = load_analysis(name)
-        analysis.analyze([numbered], config=analysis.settings(), options=AnalysisOptions())
+        analysis.analyze([LoadedRun(numbered)], config=analysis.settings())
         assert "age" not in json.loads((numbered.analysis / f"{name}.json").read_text()).get("silhouette", {})
     page, table = numbered.path / "page.html", numbered.path / "table.csv"
     monkeypatch.setattr(sys, "argv", ["report", str(numbered.path), "--out", str(page), "--csv", str(table)])
@@ -182,9 +182,9 @@ def test_without_labels_everything_else_works_and_the_rest_says_what_is_missing(
         needs = {"feature_dropout": said, "concentration": f"but {test_set} lacks them"}
         if name in needs:
             with pytest.raises(UserError, match=needs[name]):
-                analysis.analyze([run_dir], config=analysis.settings(), options=AnalysisOptions())
+                analysis.analyze([LoadedRun(run_dir)], config=analysis.settings())
         else:
-            analysis.analyze([run_dir], config=analysis.settings(), options=AnalysisOptions())
+            analysis.analyze([LoadedRun(run_dir)], config=analysis.settings())
     monkeypatch.setattr(sys, "argv", ["report", str(run_dir.path), "--out", str(tmp_path / "page.html")])
     report()
     assert "has no label, so there is nothing to probe in" in (tmp_path / "page.html").read_text()

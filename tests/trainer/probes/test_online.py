@@ -119,7 +119,7 @@ def test_on_all_samples_it_is_the_knn_of_the_probe_command() -> None:
     metrics = OnlineProbe(encoder, train=TRAIN, test=TEST, device=CPU, dtype=torch.float32)()
     targets = label_targets(TRAIN, TEST)
     with frozen(encoder):
-        bank_NC, queries_MC = (encode(encoder, each, device=CPU)[1] for each in (TRAIN, TEST))
+        bank_NC, queries_MC = (encode(encoder.features_and_pooled, each, device=CPU)[1] for each in (TRAIN, TEST))
     neighbors = neighbors_of(targets, ProbeConfig().num_neighbors)
     for space, target in targets.items():
         class_M = knn_classes(bank_NC, queries_MC, target, num_neighbors=neighbors[space])

@@ -20,7 +20,7 @@ from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from tests.trainer.test_on_a_gpu import CUDA, Waits, on_the_gpu, tensors_without_data
 from trainer.modules import build_modules
 from trainer.probes import features, fitting, linear
-from trainer.probes.features import Pictures, extract, read_pictures
+from trainer.probes.features import Pictures, encode, read_pictures
 from trainer.probes.fitting import fit
 from trainer.probes.knn import knn_classes
 from trainer.probes.linear import ProbeConfig, Target
@@ -124,7 +124,10 @@ def test_features_and_votes_wait_for_nothing() -> None:
         known_N, asked_M = (torch.empty(num, dtype=torch.int64, device=CUDA) for num in (40, 8))
         bank, asked = (torch.empty(num, 3, 16, 16, dtype=torch.uint8, device=CUDA) for num in (40, 8))
         waits.found.clear()
-        bank_NC, asked_MC = (extract(encoder.pooled, each, device=CUDA, batch_size=4) for each in (bank, asked))
+        bank_NC, asked_MC = (
+            encode(lambda x_BCHW: [encoder.pooled(x_BCHW)], each, device=CUDA, batch_size=4)[0]
+            for each in (bank, asked)
+        )
         knn_classes(bank_NC, asked_MC, Target(known_N, asked_M, num_classes=3), num_neighbors=8, chunk_size=4)
     assert waits.found == []
 

@@ -26,7 +26,7 @@ from tests.gloo import run_ranks
 from tests.tiny_data import damage, write_tiny_dataset, write_tiny_pair
 from tests.trainer.probed_runs.test_probe_command import make_run
 from tests.trainer.test_tars import write_tars
-from trainer.analyses.analysis import AnalysisOptions
+from trainer.analyses.analysis import LoadedRun
 from trainer.analyses.views import ANALYSIS, ViewsAnalysisConfig
 from trainer.modules import build_modules
 from trainer.probed_runs import readout
@@ -166,10 +166,7 @@ def test_views_and_analyses_read_what_does_not_fit(tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(features, "_bytes_drawn", lambda _, num_bytes=num_bytes: num_bytes)
         run_dir = make_run(tmp_path / f"run{num_bytes}", data)
         pages.append(
-            [
-                path.read_bytes()
-                for path in ANALYSIS.analyze([run_dir], config=ViewsAnalysisConfig(), options=AnalysisOptions(step=0))
-            ]
+            [path.read_bytes() for path in ANALYSIS.analyze([LoadedRun(run_dir, step=0)], config=ViewsAnalysisConfig())]
         )
     assert pages[0] == pages[1]
 
