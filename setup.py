@@ -45,7 +45,7 @@ setup(
         "pillow>=11.3",
         "pydantic>=2.8",
         "pyyaml>=6.0",
-        "safetensors>=0.4.4",
+        "safetensors>=0.8",
         "scikit-learn>=1.4",
         "scipy>=1.12",
         "simplejpeg>=1.8",

@@ -14,7 +14,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import safetensors.torch
-import torch
 from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 
@@ -27,20 +26,6 @@ FORMAT_VERSION = 4
 INDEX_NAME = "checkpoint.json"
 SUFFIX = ".safetensors"
 OBJECTIVE, RUN = "objective", "run"  # file names, besides the names of the trained modules
-
-_WRITE_BUFFER = 1 << 20
-_DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 class FileRecord(Schema):
@@ -85,32 +70,19 @@ def write_files(
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
-    """Write contiguous CPU tensors as a safetensors file, and flush it to the disk.
+    """Write contiguous CPU tensors as a safetensors file, and flush it to the disk. Raises `OSError` if it cannot.
 
-    Unlike the library's own writer, it makes no second copy of the tensors, computes the hash while it writes, does not
-    block the training thread with Python's lock, and reports a full disk as `OSError`.
+    Other threads run meanwhile, because the library lets go of Python's lock.
     """
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # this aligns all tensors
-    header: dict[str, object] = {}
-    end = 0
-    for name in names:
-        start, end = end, end + tensors[name].nbytes
-        header[name] = {
-            "dtype": _DTYPE_NAMES[tensors[name].dtype],
-            "shape": list(tensors[name].shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
-    with path.open("wb", buffering=_WRITE_BUFFER) as file:
-        parts: list[bytes | memoryview] = [len(text).to_bytes(8, "little"), text]
-        for part in parts + [_bytes_of(tensors[name]) for name in names]:
-            file.write(part)
-            digest.update(part)
-        file.flush()
+    try:
+        safetensors.torch.save_file(dict(tensors), path)
+    except safetensors.SafetensorError as error:
+        raise OSError(str(error)) from error
+    path.chmod(path.parent.stat().st_mode & 0o666)  # the library makes a file for its owner alone
+    with path.open("rb") as file:
         os.fsync(file.fileno())
-    return FileRecord(num_bytes=8 + len(text) + end, sha256=digest.hexdigest())
+        digest = hashlib.file_digest(file, "sha256")
+    return FileRecord(num_bytes=path.stat().st_size, sha256=digest.hexdigest())
 
 
 def _sealed(fields: bytes) -> bytes:
@@ -186,7 +158,3 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

@@ -18,7 +18,6 @@ holds no code, and loading it runs none. The stream has no state, because its po
 
 from __future__ import annotations
 
-import errno
 import functools
 import logging
 import secrets
@@ -52,16 +51,15 @@ from trainer.run_dir import Hold, RunDir, steps_in, write_atomically
 logger = logging.getLogger(__name__)
 
 
-_ALIGNMENT = 64  # bytes, of a tensor in the copy in host memory
 _ROUND_SECONDS = 1.0  # between two messages to the ranks that do not write, which are signs of life of all
 _STOP_SECONDS = 60.0  # the limit of a wait from a request to stop on
 
 
 class HostMemory:
-    """A block of host memory for all copies. It is allocated once, and pinned if tensors come from a GPU."""
+    """The host memory of all copies. It is allocated once for each tensor, and pinned if that comes from a GPU."""
 
     def __init__(self) -> None:
-        self._block = torch.empty(0, dtype=torch.uint8)
+        self._places: dict[tuple[str, str], Tensor] = {}
         self._is_copied: torch.cuda.Event | None = None
 
     def copy(self, states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
@@ -69,19 +67,15 @@ class HostMemory:
 
         Copies from a GPU are queued in its current stream, before all later kernels.
         """
-        tensors = [tensor for state in states.values() for tensor in state.values()]
-        device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
-        num_bytes = sum(_aligned(tensor.nbytes) for tensor in tensors)
-        if self._block.numel() < num_bytes or (device is not None and not self._block.is_pinned()):
-            self._block = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device is not None)
-        copies: dict[str, dict[str, Tensor]] = {}
-        end = 0
+        device: torch.device | None = None
+        copies: dict[str, dict[str, Tensor]] = {name: {} for name in states}
         for name, state in states.items():
-            copies[name] = {}
             for key, tensor in state.items():
-                place = self._block[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                copies[name][key] = place.copy_(tensor.detach(), non_blocking=True)
-                end += _aligned(tensor.nbytes)
+                if (name, key) not in self._places:
+                    place = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                    self._places[name, key] = place
+                copies[name][key] = self._places[name, key].copy_(tensor.detach(), non_blocking=True)
+                device = tensor.device if tensor.is_cuda else device
         self._is_copied = torch.cuda.current_stream(device).record_event() if device is not None else None
         return copies
 
@@ -242,11 +236,10 @@ class CheckpointWriter:
             write_atomically(run_dir.latest, final.name + "\n")
             flush(run_dir.path)
         except OSError as error:
-            where = f"the checkpoint of step {step} in {run_dir.checkpoints}"
-            going_on = f"start again: the run goes on from {_describe_newest(run_dir)}"
-            if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-                raise UserError(f"no room on the disk for {where}; free some and {going_on}") from error
-            raise UserError(f"cannot write {where} ({error}); repair that and {going_on}") from error
+            raise UserError(
+                f"cannot write the checkpoint of step {step} in {run_dir.checkpoints} ({error}); repair that, or make "
+                f"room on a full disk, and start again: the run goes on from {_describe_newest(run_dir)}"
+            ) from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)  # it is there after a failure
         return num_bytes
@@ -341,7 +334,3 @@ def _remove(directory: Path) -> None:
 def _hidden(directory: Path) -> Path:
     """Return a free path beside that of a checkpoint; the next save removes what is left there."""
     return directory.with_name(f".{directory.name}.{secrets.token_hex(4)}")
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

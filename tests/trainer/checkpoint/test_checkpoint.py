@@ -147,10 +147,14 @@ def test_files_are_what_the_library_reads_and_writes(tmp_path: Path) -> None:
     kinds = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
     tensors = {str(kind): values.to(kind) for kind in [*kinds, torch.int8, torch.uint8, torch.bool]}
     tensors |= {"scalar": torch.tensor(7.0), "empty": torch.empty(0, 4), 'a "name"/é': torch.ones(1, dtype=torch.bool)}
-    record = write_tensors(tmp_path / "ours.safetensors", tensors)
-    content = (tmp_path / "ours.safetensors").read_bytes()
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / "plain").touch()
+    record = write_tensors(checkpoint / "ours.safetensors", tensors)
+    content = (checkpoint / "ours.safetensors").read_bytes()
+    assert (checkpoint / "ours.safetensors").stat().st_mode == (checkpoint / "plain").stat().st_mode
     assert (record.num_bytes, record.sha256) == (len(content), sha256(content).hexdigest())
-    found = safetensors.torch.load_file(tmp_path / "ours.safetensors")
+    found = safetensors.torch.load_file(checkpoint / "ours.safetensors")
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
@@ -570,14 +574,16 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(config: Run
     run_dir = RunDir(small_disk / "run")
     engines = start(run_dir, config)
     (small_disk / "ballast").write_bytes(b"0" * 150_000)
-    with pytest.raises(UserError, match="no room on the disk for the checkpoint of step 4"):
+    with pytest.raises(
+        UserError, match=r"cannot write the checkpoint of step 4 .*No space left .*make room on a full disk"
+    ):
         save(run_dir, 4, engines=engines)
     assert list(run_dir.checkpoints.iterdir()) == []
     assert run_dir.latest_step() is None
     (small_disk / "ballast").unlink()
     save(run_dir, 4, engines=tiny())
     (small_disk / "ballast").write_bytes(b"0" * 150_000)
-    with pytest.raises(UserError, match=r"no room on the disk .* goes on from step 4"):
+    with pytest.raises(UserError, match=r"No space left .* goes on from step 4"):
         save(run_dir, 8, engines=engines)
     assert restore_tiny(run_dir) == 4
     (small_disk / "ballast").unlink()
