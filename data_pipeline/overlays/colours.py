@@ -91,15 +91,12 @@ class Colours(PixelOverlay):
 
     def forward(self, inputs: Tensor, keys: DrawKeys, labels: Mapping[str, Tensor] = NOTHING_GIVEN) -> Overlaid:
         """Paint pictures (B, 1, H, W) or (B, 3, H, W) uint8: (B, 3, H, W) uint8, each value rounded."""
-        label_B = self._draw(keys, labels)
+        label_B = correlated_classes(
+            keys, labels, len(self.class_names), correlation=self.correlation, purpose=FIRST_PURPOSE
+        )
         grey_B1HW = grey(inputs).to(torch.int32)
         painted_BCHW = divide_by_255(grey_B1HW * self.colours_KC[label_B][:, :, None, None])
         return Overlaid(painted_BCHW.to(torch.uint8), label_B, object_mask(grey_B1HW[:, 0] > 0))
-
-    def _draw(self, keys: DrawKeys, labels: Mapping[str, Tensor]) -> Tensor:
-        return correlated_classes(
-            keys, labels, len(self.class_names), correlation=self.correlation, purpose=FIRST_PURPOSE
-        )
 
 
 def grey(pictures_BCHW: Tensor) -> Tensor:

@@ -13,10 +13,8 @@ Shapes: B batch, N digits to choose from, K classes, C channels, H height, W wid
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import groupby
 from typing import ClassVar, Final, Literal, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,8 +24,7 @@ from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
 from data_pipeline.core.schema import Schema, Share
 from data_pipeline.overlays import FIRST_PURPOSE, NOTHING_GIVEN, Overlaid, OverlayInputs, PixelOverlay, Shape, no_mask
 from data_pipeline.overlays.correlation import check_base_label, correlated_classes
-from data_pipeline.overlays.digits import DigitOptions, check_digits
-from data_pipeline.sources.digits import resize
+from data_pipeline.overlays.digits import DigitOptions, check_digits, resized
 
 Join = Literal["tall", "square"]
 Place = Literal["above", "below"]
@@ -58,11 +55,14 @@ class Dominoes(PixelOverlay):
     Args:
         digits_NHW: (N, W, W) uint8, white on black, as `data_pipeline.sources.digits.resize` returns them; W is the
             width of the pictures.
-        label_N: (N,) int64, 0 to 9 in ascending order; each class has a digit.
+        label_N: (N,) int64, 0 to 9; each class has a digit.
         correlation, digit, join: see `DominoesOptions`.
 
+    The digits are kept in the order of their labels.
+
     Raises:
-        ValueError: an argument is not as above.
+        UserError: a class has no digit.
+        ValueError: another argument is not as above.
     """
 
     class_names = tuple("0123456789")
@@ -84,13 +84,14 @@ class Dominoes(PixelOverlay):
     ) -> None:
         super().__init__()
         check_digits(digits_NHW, label_N, size=digits_NHW.shape[-1])
-        if [label for label, _ in groupby(label_N.tolist())] != list(range(NUM_CLASSES)):
-            raise ValueError(f"label_N is {label_N}; give labels in ascending order, each of 0 to 9 at least once")
+        count_K = label_N.bincount(minlength=NUM_CLASSES)
+        if not count_K.all():
+            raise UserError(f"the digits hold no {int(count_K.argmin())}; choose other digits")
+        order_N = label_N.argsort(stable=True)
         self.correlation, self.digit, self.join = correlation, digit, join
         self.chosen = {"correlation": correlation, "digit": digit, "join": join}
-        count_K = label_N.bincount(minlength=NUM_CLASSES)
-        self.register_buffer("digits_NHW", digits_NHW)
-        self.register_buffer("label_N", label_N)
+        self.register_buffer("digits_NHW", digits_NHW[order_N])
+        self.register_buffer("label_N", label_N[order_N])
         self.register_buffer("_count_K", count_K, persistent=False)
         self.register_buffer("_start_K", count_K.cumsum(0) - count_K, persistent=False)
 
@@ -100,11 +101,7 @@ class Dominoes(PixelOverlay):
         check_base_label(given, options.correlation)
         width = _checked_width(given.shape, given.pictures)
         source = options.read(given)
-        order = np.argsort(source.labels, kind="stable")
-        if missing := sorted(set(range(NUM_CLASSES)) - set(source.labels.tolist())):
-            raise UserError(f"{source.name} has no digit {missing[0]}; choose other digits")
-        digits_NHW = torch.from_numpy(np.stack([resize(source.images[number], width) for number in order.tolist()]))
-        overlay = cls(digits_NHW, torch.from_numpy(source.labels[order].astype(np.int64)), **options.model_dump())
+        overlay = cls(*resized(source, width), **options.model_dump())
         overlay.made_from = f" + {source.description}"
         return overlay
 
@@ -127,7 +124,7 @@ class Dominoes(PixelOverlay):
         """
         num_channels, height, width = inputs.shape[1:]
         self.output_shape((num_channels, height, width))
-        label_B = self._draw(keys, labels)
+        label_B = correlated_classes(keys, labels, NUM_CLASSES, correlation=self.correlation, purpose=_CLASS)
         step_B = integers(keys, 1, _STEPS, purpose=_DIGIT)[:, 0]
         digit_BHW = self.digits_NHW[self._start_K[label_B] + step_B * self._count_K[label_B] // _STEPS]
         mask_BHW = torch.where(digit_BHW > 0, MASK_OBJECT, MASK_BOX).to(torch.uint8)
@@ -139,9 +136,6 @@ class Dominoes(PixelOverlay):
         if self.join == "square":
             pictures_BCHW, mask_BHW = halve_rows(pictures_BCHW), mask_BHW[:, ::2].maximum(mask_BHW[:, 1::2])
         return Overlaid(pictures_BCHW, label_B, mask_BHW)
-
-    def _draw(self, keys: DrawKeys, labels: Mapping[str, Tensor]) -> Tensor:
-        return correlated_classes(keys, labels, NUM_CLASSES, correlation=self.correlation, purpose=_CLASS)
 
 
 def halve_rows(pictures_BCHW: Tensor) -> Tensor:

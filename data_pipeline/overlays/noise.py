@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys, integers
-from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Schema, Share
 from data_pipeline.overlays import FIRST_PURPOSE, NOTHING_GIVEN, Overlaid, Overlay
 
@@ -75,25 +74,12 @@ class Noise(Overlay):
     def of(cls, sounds: Sequence[Tensor], *, num_points: int, volume: float, crop: Crop) -> Self:
         """Return the overlay of one recording for each class.
 
-        A recording is (any length,) float32, in any scale, at the rate of the speech. Only the points that `crop` can
-        choose are kept.
-
-        Raises `UserError` if a recording is shorter than `num_points`, silent, or holds a number that is not finite.
+        A recording is as `data_pipeline.sources.background` returns it: (any length,) float32 of `num_points` or more,
+        at the rate of the speech, in any scale. Only the points that `crop` can choose are kept.
         """
         kept = []
-        for name, sound in zip(cls.class_names, sounds, strict=True):
-            if len(sound) < num_points:
-                raise UserError(
-                    f'the background sound "{name}" has {len(sound):,} points at the rate of the speech, but the crop '
-                    f"needs {num_points:,}; use a longer recording"
-                )
-            peak = sound.abs().max()
-            if not 0 < peak < torch.inf:
-                raise UserError(
-                    f'the background sound "{name}" has the largest magnitude {float(peak)}, so it cannot be scaled; '
-                    "replace the file"
-                )
-            scaled = sound / peak
+        for sound in sounds:
+            scaled = sound / sound.abs().max()
             match crop:
                 case "first_or_last":
                     kept.append(torch.cat([scaled[:num_points], scaled[-num_points:]]))

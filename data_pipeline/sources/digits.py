@@ -93,7 +93,12 @@ def mnist_digits(root: Path, *, split: str, kind: MnistKind = "mnist") -> DigitS
             f"{raw} has no {prefix}-images-idx3-ubyte, with or without .gz; download MNIST with `python -c "
             f"\"import torchvision; torchvision.datasets.MNIST('{root}', download=True)\"`{instead}"
         )
-    images, labels = _read_pair(raw, prefix)
+    images = _read_idx(raw, f"{prefix}-images-idx3-ubyte", num_dimensions=3)
+    labels = _read_idx(raw, f"{prefix}-labels-idx1-ubyte", num_dimensions=1).astype(np.int64)
+    if len(images) != len(labels) or labels.max(initial=0) > 9:
+        raise UserError(
+            f"{raw}: {len(images)} {prefix} images and {len(labels)} labels do not match; download MNIST again"
+        )
     if kind != "mnist_t10k":
         return DigitSource(f"mnist {'test' if prefix == 't10k' else 'train'} digits", images, labels)
     part = slice(None, NUM_T10K_FOR_TRAIN) if split == "train" else slice(NUM_T10K_FOR_TRAIN, None)
@@ -110,16 +115,6 @@ def sklearn_digits(*, split: str) -> DigitSource:
     first, last, _ = part.indices(len(labels))
     pixels = np.rint(images.reshape(-1, 8, 8) * (255 / _MAX_LEVEL)).astype(np.uint8)
     return DigitSource(f"scikit-learn digits {first}-{last - 1}", pixels[part], labels[part].astype(np.int64))
-
-
-def _read_pair(raw: Path, prefix: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    images = _read_idx(raw, f"{prefix}-images-idx3-ubyte", num_dimensions=3)
-    labels = _read_idx(raw, f"{prefix}-labels-idx1-ubyte", num_dimensions=1).astype(np.int64)
-    if len(images) != len(labels) or labels.max(initial=0) > 9:
-        raise UserError(
-            f"{raw}: {len(images)} {prefix} images and {len(labels)} labels do not match; download MNIST again"
-        )
-    return images, labels
 
 
 def _find(raw: Path, name: str) -> Path | None:

@@ -18,14 +18,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import ClassVar, Final, Self
+from typing import Annotated, ClassVar, Final, Literal, Self
 
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 from pydantic import Field
 
-from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import Record
 from data_pipeline.core.schema import ImageSize, Schema, Share
@@ -236,13 +235,13 @@ class TrifeatureOptions(Schema):
     """The options of the source trifeature.
 
     correlation: the probability that a correlated label takes the number of the shape.
-    correlated: the labels that do, "texture", "colour" or both with a comma between.
+    correlated: the labels that do.
     image_size: height and width in pixels, 48 or more; it stands in the description.
     """
 
     correlation: Share = 0.0
-    correlated: str = ",".join(CORRELATED)
-    image_size: ImageSize = Field(DEFAULT_IMAGE_SIZE, exclude=True)
+    correlated: Literal["texture,colour", "texture", "colour"] = "texture,colour"
+    image_size: Annotated[ImageSize, Field(ge=SMALLEST_IMAGE_SIZE)] = Field(DEFAULT_IMAGE_SIZE, exclude=True)
 
 
 @dataclass(frozen=True)
@@ -258,9 +257,6 @@ class Trifeature:
         image_size: height and width in pixels, 48 or more.
         correlation: the probability, 0 to 1, that a correlated label takes the number of the shape.
         correlated: the labels to which `correlation` applies, of `CORRELATED`.
-
-    Raises:
-        UserError: the pictures are too small, or `correlated` has another name.
     """
 
     seed: int
@@ -273,18 +269,6 @@ class Trifeature:
     options_schema: ClassVar[type[Schema]] = TrifeatureOptions
     class_names: tuple[str, ...] = field(default=tuple(SHAPES), init=False)
     title: str = field(default="shape", init=False)
-
-    def __post_init__(self) -> None:
-        if self.image_size < SMALLEST_IMAGE_SIZE:
-            raise UserError(
-                f"trifeature draws pictures of {SMALLEST_IMAGE_SIZE} pixels or more, not of {self.image_size}; give a "
-                "larger image_size"
-            )
-        for name in self.correlated:
-            if name not in CORRELATED:
-                raise UserError(
-                    f'only {" and ".join(CORRELATED)} can follow the shape, not "{name}"{nearest(name, CORRELATED)}'
-                )
 
     @classmethod
     def open(cls, given: SourceInputs) -> Self:

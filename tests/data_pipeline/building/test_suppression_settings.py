@@ -272,6 +272,8 @@ def test_digits_of_a_class_are_drawn_uniformly() -> None:
     number_B = found.inputs[:, 0, 0, 0].to(torch.int64)
     assert torch.equal(number_B // 4, found.label_B)
     assert chi_square(np.bincount(number_B.numpy(), minlength=40), 1 / 40) < 85  # 39 degrees of freedom
+    with pytest.raises(UserError, match="the digits hold no 9; choose other digits"):
+        Dominoes(digits[:36], torch.arange(36) // 4)
 
 
 def test_a_square_domino_has_half_of_the_rows() -> None:

@@ -99,15 +99,15 @@ def test_a_shape_has_its_size_and_lies_in_the_picture(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("options", "message"),
     [
-        ({"correlated": ("colours",)}, 'only texture and colour can follow the shape, not "colours"; did you mean'),
-        ({"image_size": 32}, "trifeature draws pictures of 48 pixels or more, not of 32; give a larger image_size"),
+        ({"correlated": "colours"}, "it must be 'texture,colour', 'texture' or 'colour'"),
+        ({"image_size": 32}, "it must be greater than or equal to 48"),
     ],
 )
-def test_settings_out_of_range_are_refused(settings: dict[str, object], message: str) -> None:
+def test_options_out_of_range_are_refused(options: dict[str, str | int], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
-        source(**settings)
+        build_dataset("trifeature", tmp_path / "out", source_options=options)
 
 
 def test_trifeature_is_a_dataset_of_three_labels(tmp_path: Path) -> None:
