@@ -91,6 +91,13 @@ def import_module(name: str, *, wanted: str) -> Any:
         ) from None
 
 
+def check_installed(*modules: str, extra: str, user: str) -> None:
+    """Raise `UserError` that says how `user` gets an extra of setup.py, if one of its modules is not installed."""
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise UserError(f"{user} needs the package {module}; install it with pip install -e '.[{extra}]'")
+
+
 def import_file(path: Path) -> str:
     """Import a Python file as a module with the name of the file, and return that name.
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.imports import check_installed
 from data_pipeline.core.label_words import as_word
 from data_pipeline.core.schema import is_label_name
 from data_pipeline.sources.files import Files, ending_of
@@ -57,11 +58,9 @@ class ArrowFiles(Files):
 
     def __init__(self, root: Path, copies: Path | None = None) -> None:
         super().__init__(root)
-        try:
-            self._arrow, self._parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
-            self._compute = import_module("pyarrow.compute")
-        except ImportError:
-            raise UserError(f"{root} needs the package pyarrow; install it with pip install -e '.[parquet]'") from None
+        check_installed("pyarrow", extra="parquet", user=str(root))
+        self._arrow, self._parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+        self._compute = import_module("pyarrow.compute")
         self._splits, self._copies, self._lock = tables_in(root), copies, threading.Lock()
         self._contents: dict[str, Any] = {}
         features, kinds = dict[str, Any](), dict[str, str]()

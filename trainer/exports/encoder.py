@@ -8,7 +8,6 @@ Guarantees: the same encoder gives the same safetensors bytes. A file is written
 from __future__ import annotations
 
 import copy
-import importlib.util
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.imports import check_installed
 from trainer.exports.model_card import ExportedRun, config_of_the_hub, model_card
 from trainer.models.encoder import Encoder
 from trainer.open_settings import RECORDED_INPUT_SIZE
@@ -143,9 +143,7 @@ class _Pooled(nn.Module):
 
 
 def _onnx_bytes(encoder: Encoder, header: ExportHeader, *, image_size: tuple[int, int]) -> bytes:
-    for package in ("onnx", "onnxscript"):
-        if importlib.util.find_spec(package) is None:
-            raise UserError(f"writing ONNX needs the package {package}; install it with pip install -e '.[onnx]'")
+    check_installed("onnx", "onnxscript", extra="onnx", user="writing ONNX")
     pooled = _Pooled(copy.deepcopy(encoder)).cpu().float().eval()
     pooled.encoder.feature_size(*image_size)  # raises UserError if the encoder does not take this size
     with torch.no_grad():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.imports import check_installed
 from trainer.models.activation_checkpointing import run_blocks
 from trainer.models.batch_norm import SynchronizedBatchNorm2d
 from trainer.models.trunk import Trunk
@@ -109,9 +110,5 @@ class _SynchronizedBatchNormAct2d(SynchronizedBatchNorm2d):
 
 def load_timm() -> ModuleType:
     """Return the module timm. Raises `UserError` if it is not installed."""
-    try:
-        return importlib.import_module("timm")
-    except ModuleNotFoundError as error:
-        if error.name != "timm":
-            raise
-        raise UserError("this encoder needs the package timm; install it with pip install -e '.[timm]'") from None
+    check_installed("timm", extra="timm", user="this encoder")
+    return importlib.import_module("timm")

@@ -6,7 +6,6 @@ A rate is a pure function of config, batch size and step, so no checkpoint needs
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import math
 from typing import Annotated, Any, Literal
 
@@ -14,7 +13,7 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor, nn
 
-from data_pipeline.core.errors import UserError
+from data_pipeline.core.imports import check_installed
 from data_pipeline.core.schema import BatchSize, Decay, Epsilon, LearningRate, PositiveFactor, Schema, ShareBelowOne
 
 Decayed = Literal["all", "matrices"]
@@ -87,8 +86,7 @@ class _FromTimm(_Fields):
     @field_validator("kind", check_fields=False)
     @classmethod
     def _timm_is_installed(cls, kind: str) -> str:
-        if importlib.util.find_spec("timm") is None:
-            raise UserError("this optimizer needs the package timm; install it with pip install -e '.[timm]'")
+        check_installed("timm", extra="timm", user="this optimizer")
         return kind
 
 

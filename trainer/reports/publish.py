@@ -11,12 +11,12 @@ import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import wandb
 
 from data_pipeline.core.environment import unset_empty_variables, variable
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.imports import check_installed
 from trainer.reports.comparison import compare
 from trainer.reports.page import differences, provenance, templates, title_of
 from trainer.reports.runs import Run
@@ -36,7 +36,7 @@ def publish(page: Path, runs: Sequence[Run], rows: Sequence[Measurement]) -> str
     offline = variable("WANDB_MODE") == "offline"
     title = title_of(runs)[:MAX_TITLE]
     if not offline:
-        _workspaces()
+        check_installed("wandb_workspaces", extra="reports", user="--wandb")
         if not wandb.login(prompt=False):
             raise UserError("--wandb needs a login: run `wandb login` or set WANDB_API_KEY, then repeat the command")
     try:
@@ -48,16 +48,6 @@ def publish(page: Path, runs: Sequence[Run], rows: Sequence[Measurement]) -> str
         return _save_report(page, runs, rows, entity=entity, project=project, run_id=run_id, title=title)
     except (wandb.errors.Error, ValueError, OSError, RuntimeError) as error:
         raise UserError(f"Weights & Biases did not take the report ({' '.join(str(error).split())})") from None
-
-
-def _workspaces() -> Any:
-    """Import the library that makes reports. Raises `UserError` if it is not installed."""
-    try:
-        return importlib.import_module("wandb_workspaces.reports.v2")
-    except ModuleNotFoundError:
-        raise UserError(
-            "--wandb makes a report with wandb-workspaces, which is not installed; `pip install -e '.[reports]'`"
-        ) from None
 
 
 def report_run_id(runs: Sequence[Run]) -> str:
@@ -105,7 +95,7 @@ def _save_report(
     title: str,
 ) -> str:
     """Save the report at W&B and return its address. Writes its id into PAGE.wandb.json, for the next time."""
-    wr = _workspaces()
+    wr = importlib.import_module("wandb_workspaces.reports.v2")
     words = templates().get_template("wandb.md")
     text = words.render(comparisons=compare(rows), tables=[differences(runs), *provenance(runs)])
     this_run = wr.Runset(entity=entity, project=project, name="this report", filters=f"ID in {json.dumps([run_id])}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import sys
@@ -254,7 +255,7 @@ def test_what_cannot_be_exported_is_one_sentence(
         with pytest.raises(UserError, match=message) as refusal:
             action()
         assert "\n" not in str(refusal.value)
-    monkeypatch.setattr(trainer.exports.encoder.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs the package onnx; install it with pip install -e '\.\[onnx\]'"):
         export_onnx(own_encoder(), tmp_path / "x.onnx", image_size=(32, 32))
     assert {path.name for path in tmp_path.iterdir()} == {"empty"}

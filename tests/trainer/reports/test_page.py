@@ -269,7 +269,7 @@ def test_without_library_or_login_the_page_is_there_and_one_sentence(
     lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if lacks == "library":
-        monkeypatch.setitem(sys.modules, "wandb_workspaces.reports.v2", None)
+        monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
     monkeypatch.setattr("wandb.login", lambda prompt: False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     run, page = make_run(tmp_path / "run", trained={"base": [0.4]}), tmp_path / "r.html"

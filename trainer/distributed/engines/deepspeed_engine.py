@@ -8,7 +8,6 @@ same under every engine.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.imports import check_installed
 from trainer.distributed.collectives import all_reduce_sum, rank, world_size
 from trainer.distributed.engines.engine import (
     BaseEngineConfig,
@@ -67,11 +67,7 @@ class DeepSpeedConfig(BaseEngineConfig):
                 f"optimizer {by_layer[0]} needs the norms of whole layers, but engine.kind=deepspeed cuts layers into "
                 "pieces; set engine.kind=ddp or another optimizer"
             )
-        if importlib.util.find_spec("deepspeed") is None:
-            raise UserError(
-                "engine.kind=deepspeed needs DeepSpeed, which is not installed: on Linux pip install -e "
-                "'.[deepspeed]', on macOS take engine.kind=ddp"
-            )
+        check_installed("deepspeed", extra="deepspeed", user="engine.kind=deepspeed, for Linux,")
         if run.objective.has_trained_layers:
             self.of_module("objective")
 
