@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -69,12 +68,10 @@ def epoch_after_epoch(epoch: Callable[[], Iterator[int]]) -> Iterator[int]:
         yield from epoch()
 
 
-DECODERS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "PIL": (webdataset.handle_extension("mask.png", _pil_grey), "torchrgb8"),  # WebDataset's own for pictures
-        "torchvision": (
-            webdataset.handle_extension("mask.png", _torchvision(ImageReadMode.GRAY)),
-            webdataset.handle_extension("png", _torchvision(ImageReadMode.RGB)),
-        ),
-    }
-)
+DECODERS: Mapping[str, tuple[Any, ...]] = {
+    "PIL": (webdataset.handle_extension("mask.png", _pil_grey), "torchrgb8"),  # WebDataset's own for pictures
+    "torchvision": (
+        webdataset.handle_extension("mask.png", _torchvision(ImageReadMode.GRAY)),
+        webdataset.handle_extension("png", _torchvision(ImageReadMode.RGB)),
+    ),
+}

@@ -15,7 +15,6 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Final
 
 from configs.base import named
@@ -54,15 +53,13 @@ _RANDBIT_CROP: Final = ExpertImageConfig(  # Chen, Luo and Li 2021: a crop of ha
 )
 # With colour jitter, an encoder could not learn the colour; digits have no mirror images.
 _CROP: Final = _RANDBIT_CROP.model_copy(update={"area": (0.2, 1.0)})
-_EXPERT_VIEWS: Final[Mapping[str, BaseViewsConfig]] = MappingProxyType(
-    {
-        "randbit": _RANDBIT_CROP,
-        "multidigits": _CROP,
-        "colours": _CROP,
-        "trifeature": _CROP.model_copy(update={"flip_probability": 0.5}),
-        "speech": SpectralConfig(),
-    }
-)
+_EXPERT_VIEWS: Final[Mapping[str, BaseViewsConfig]] = {
+    "randbit": _RANDBIT_CROP,
+    "multidigits": _CROP,
+    "colours": _CROP,
+    "trifeature": _CROP.model_copy(update={"flip_probability": 0.5}),
+    "speech": SpectralConfig(),
+}
 
 
 @dataclass(frozen=True)
@@ -222,30 +219,28 @@ def _viewmaker_and_expert_by_epoch(point: Point, run: RunConfig) -> Mapping[str,
     return _learned(ByEpochConfig(policies=(point.viewmaker(), point.expert_views)))
 
 
-CURES: Final[Mapping[str, Cure]] = MappingProxyType(
-    {
-        "SimCLR": _with_online_probes,
-        "temperature 0.05": _objective(SymmetricInfoNCEConfig(temperature=0.05)),
-        "temperature 0.2": _objective(SymmetricInfoNCEConfig(temperature=0.2)),
-        "temperature in cycles": _cycle,
-        "MACL": _objective(MACLConfig(temperature=TEMPERATURE)),
-        "DCL": _objective(DCLConfig(temperature=TEMPERATURE)),
-        "IFM": _objective(IFMConfig(temperature=TEMPERATURE, epsilon=0.1)),
-        "VICReg": _vicreg,
-        "BYOL": _objective(BYOLConfig(predictor=HeadConfig(hidden_sizes=(256,), batch_norm=True), momentum=0.99)),
-        "memory bank": _objective(InstanceDiscriminationConfig(temperature=0.02)),
-        "near neighbours": _near_neighbours,
-        "decoder": _objective(NTXentDecoderConfig(temperature=TEMPERATURE, decoder_weight=10.0)),
-        "embedding of 512": _large_embedding,
-        "viewmaker": _viewmaker(),
-        "viewmaker, rate 0.25": _viewmaker(budget=0.4, dropout_rate=0.25),
-        "masked viewmaker": _masked_viewmaker,
-        "crop, then viewmaker": _crop_then_viewmaker,
-        "channel dropout": _channel_dropout,
-        "expert against viewmaker": _expert_against_viewmaker,
-        "viewmaker and expert, by epoch": _viewmaker_and_expert_by_epoch,
-    }
-)
+CURES: Final[Mapping[str, Cure]] = {
+    "SimCLR": _with_online_probes,
+    "temperature 0.05": _objective(SymmetricInfoNCEConfig(temperature=0.05)),
+    "temperature 0.2": _objective(SymmetricInfoNCEConfig(temperature=0.2)),
+    "temperature in cycles": _cycle,
+    "MACL": _objective(MACLConfig(temperature=TEMPERATURE)),
+    "DCL": _objective(DCLConfig(temperature=TEMPERATURE)),
+    "IFM": _objective(IFMConfig(temperature=TEMPERATURE, epsilon=0.1)),
+    "VICReg": _vicreg,
+    "BYOL": _objective(BYOLConfig(predictor=HeadConfig(hidden_sizes=(256,), batch_norm=True), momentum=0.99)),
+    "memory bank": _objective(InstanceDiscriminationConfig(temperature=0.02)),
+    "near neighbours": _near_neighbours,
+    "decoder": _objective(NTXentDecoderConfig(temperature=TEMPERATURE, decoder_weight=10.0)),
+    "embedding of 512": _large_embedding,
+    "viewmaker": _viewmaker(),
+    "viewmaker, rate 0.25": _viewmaker(budget=0.4, dropout_rate=0.25),
+    "masked viewmaker": _masked_viewmaker,
+    "crop, then viewmaker": _crop_then_viewmaker,
+    "channel dropout": _channel_dropout,
+    "expert against viewmaker": _expert_against_viewmaker,
+    "viewmaker and expert, by epoch": _viewmaker_and_expert_by_epoch,
+}
 
 
 def benchmark(

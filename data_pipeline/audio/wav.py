@@ -8,16 +8,16 @@ from __future__ import annotations
 import io
 import struct
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import IO, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 LEVELS: Final = 32_768  # of int16 from 0 to 1
-_DTYPES: Final[Mapping[tuple[int, int], np.dtype[Any]]] = MappingProxyType(
-    {(1, 16): np.dtype("<i2"), (3, 32): np.dtype("<f4")}  # by WAV format tag and bits a point
-)
+_DTYPES: Final[Mapping[tuple[int, int], np.dtype[Any]]] = {
+    (1, 16): np.dtype("<i2"),
+    (3, 32): np.dtype("<f4"),
+}  # by WAV format tag and bits a point
 
 
 def decode_wav(data: bytes | memoryview) -> NDArray[np.int16] | NDArray[np.float32]:

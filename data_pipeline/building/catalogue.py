@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -47,9 +46,12 @@ from data_pipeline.sources.spoken_digits import AudioMnist, Fsdd
 from data_pipeline.storage.manifest import LabelEntry
 
 DATASETS = datasets_with([name for name in OVERLAYS if issubclass(find_overlay(name), PixelOverlay)])
-_SOUND_SOURCES: Final[Mapping[str, type[SoundKind]]] = MappingProxyType(
-    {"audiomnist": AudioMnist, "fsdd": Fsdd, "procedural": ProceduralSpeech, "sound_folder": SoundFolder}
-)
+_SOUND_SOURCES: Final[Mapping[str, type[SoundKind]]] = {
+    "audiomnist": AudioMnist,
+    "fsdd": Fsdd,
+    "procedural": ProceduralSpeech,
+    "sound_folder": SoundFolder,
+}
 
 
 @dataclass(frozen=True)

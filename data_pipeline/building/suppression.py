@@ -15,7 +15,6 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from data_pipeline.building.build import build_dataset
@@ -25,9 +24,9 @@ from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.overlays.digits import DigitOptions
 from data_pipeline.overlays.registry import find_overlay
 
-_NUM_SMALL: Final[Mapping[str, int]] = MappingProxyType({"train": 4_000, "test": 2_000})
-_NUM_SMALL_SOUNDS: Final[Mapping[str, int]] = MappingProxyType({"train": 1_000, "test": 500})
-_NUM_FULL_TRIFEATURE: Final[Mapping[str, int]] = MappingProxyType({"train": 80_000, "test": 20_000})
+_NUM_SMALL: Final[Mapping[str, int]] = {"train": 4_000, "test": 2_000}
+_NUM_SMALL_SOUNDS: Final[Mapping[str, int]] = {"train": 1_000, "test": 500}
+_NUM_FULL_TRIFEATURE: Final[Mapping[str, int]] = {"train": 80_000, "test": 20_000}
 
 
 @dataclass(frozen=True)

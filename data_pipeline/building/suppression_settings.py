@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Final, Literal
 
 from data_pipeline.core.options import OptionValue
@@ -75,79 +74,77 @@ class Setting:
 _SHARES: Final[tuple[OptionValue, ...]] = (0.0, 0.5, 0.75, 0.9, 0.95)
 _THREE_SHARES: Final[tuple[OptionValue, ...]] = (0.0, 0.75, 0.95)
 
-SETTINGS: Final[Mapping[str, Setting]] = MappingProxyType(
-    {
-        "randbit": Setting(
-            title="RandBit",
-            base="mnist",
-            overlay="bits",
-            hard=(BASE,),
-            easy=(OVERLAY,),
-            varies=("overlay", "bits"),
-            unit="bits",
-            difficulties={"full": (0, 2, 4, 5, 6, 8, 10, 15, 20), "small": (0, 5, 10)},
-        ),
-        "multidigits": Setting(
-            title="MultiDigits",
-            base="placed_digits",
-            overlay="second_digit",
-            hard=(BASE,),
-            easy=(OVERLAY,),
-            varies=("overlay", "size"),
-            unit="pixels",
-            difficulties={"full": (20, 30, 40, 50, 60, 70, 80), "small": (12, 16, 24)},
-            # A digit of 20 pixels on 32: smaller ones the small network does not learn in its steps, even from labels.
-            image_size={"full": 112, "small": 32},
-            source_options={scale: {"digit_size": 20} for scale in ("full", "small")},
-        ),
-        "tiled_digits": Setting(
-            title="Digits on photos",
-            base="cifar10",
-            overlay="tiled_digit",
-            hard=(BASE,),
-            easy=(OVERLAY,),
-            varies=("overlay", "unique"),
-            unit="unique digits",
-            difficulties={"full": (5_000, 1_000, 100, 20, 10), "small": (1_000, 100, 10)},
-        ),
-        "trifeature": Setting(
-            title="Trifeature",
-            base="trifeature",
-            overlay=None,
-            hard=(BASE, "texture"),
-            easy=("colour",),
-            varies=("source", _CORRELATION),
-            unit="correlation",
-            difficulties={"full": _SHARES, "small": _THREE_SHARES},
-            image_size={"full": 224, "small": 48},
-            source_options={"full": {"correlated": "colour"}, "small": {"correlated": "colour"}},
-        ),
-        "dominoes": Setting(
-            title="Dominoes",
-            base="cifar10",
-            overlay="dominoes",
-            hard=(BASE,),
-            easy=(OVERLAY,),
-            varies=("overlay", _CORRELATION),
-            unit="correlation",
-            difficulties={"full": _SHARES, "small": _THREE_SHARES},
-        ),
-        "colours": Setting(
-            title="Coloured digits",
-            base="mnist",
-            overlay="colours",
-            hard=(BASE,),
-            easy=(OVERLAY,),
-            varies=("overlay", _CORRELATION),
-            unit="correlation",
-            difficulties={"full": _SHARES, "small": _THREE_SHARES},
-        ),
-        "shapes": Setting(title="C+Shapes", base="cifar10", overlay="shapes", hard=(BASE,), easy=(OVERLAY,)),
-        "digits": Setting(title="C+Digits", base="cifar10", overlay="digits", hard=(OVERLAY,), easy=(BASE,)),
-        "letters": Setting(title="C+Letters", base="cifar10", overlay="letters", hard=(OVERLAY,), easy=(BASE,)),
-        "speech": Setting(title="Speech and noise", base="spoken", overlay="noise", hard=(BASE,), easy=(OVERLAY,)),
-    }
-)
+SETTINGS: Final[Mapping[str, Setting]] = {
+    "randbit": Setting(
+        title="RandBit",
+        base="mnist",
+        overlay="bits",
+        hard=(BASE,),
+        easy=(OVERLAY,),
+        varies=("overlay", "bits"),
+        unit="bits",
+        difficulties={"full": (0, 2, 4, 5, 6, 8, 10, 15, 20), "small": (0, 5, 10)},
+    ),
+    "multidigits": Setting(
+        title="MultiDigits",
+        base="placed_digits",
+        overlay="second_digit",
+        hard=(BASE,),
+        easy=(OVERLAY,),
+        varies=("overlay", "size"),
+        unit="pixels",
+        difficulties={"full": (20, 30, 40, 50, 60, 70, 80), "small": (12, 16, 24)},
+        # A digit of 20 pixels on 32: smaller ones the small network does not learn in its steps, even from labels.
+        image_size={"full": 112, "small": 32},
+        source_options={scale: {"digit_size": 20} for scale in ("full", "small")},
+    ),
+    "tiled_digits": Setting(
+        title="Digits on photos",
+        base="cifar10",
+        overlay="tiled_digit",
+        hard=(BASE,),
+        easy=(OVERLAY,),
+        varies=("overlay", "unique"),
+        unit="unique digits",
+        difficulties={"full": (5_000, 1_000, 100, 20, 10), "small": (1_000, 100, 10)},
+    ),
+    "trifeature": Setting(
+        title="Trifeature",
+        base="trifeature",
+        overlay=None,
+        hard=(BASE, "texture"),
+        easy=("colour",),
+        varies=("source", _CORRELATION),
+        unit="correlation",
+        difficulties={"full": _SHARES, "small": _THREE_SHARES},
+        image_size={"full": 224, "small": 48},
+        source_options={"full": {"correlated": "colour"}, "small": {"correlated": "colour"}},
+    ),
+    "dominoes": Setting(
+        title="Dominoes",
+        base="cifar10",
+        overlay="dominoes",
+        hard=(BASE,),
+        easy=(OVERLAY,),
+        varies=("overlay", _CORRELATION),
+        unit="correlation",
+        difficulties={"full": _SHARES, "small": _THREE_SHARES},
+    ),
+    "colours": Setting(
+        title="Coloured digits",
+        base="mnist",
+        overlay="colours",
+        hard=(BASE,),
+        easy=(OVERLAY,),
+        varies=("overlay", _CORRELATION),
+        unit="correlation",
+        difficulties={"full": _SHARES, "small": _THREE_SHARES},
+    ),
+    "shapes": Setting(title="C+Shapes", base="cifar10", overlay="shapes", hard=(BASE,), easy=(OVERLAY,)),
+    "digits": Setting(title="C+Digits", base="cifar10", overlay="digits", hard=(OVERLAY,), easy=(BASE,)),
+    "letters": Setting(title="C+Letters", base="cifar10", overlay="letters", hard=(OVERLAY,), easy=(BASE,)),
+    "speech": Setting(title="Speech and noise", base="spoken", overlay="noise", hard=(BASE,), easy=(OVERLAY,)),
+}
 
 SMALL_SAMPLE_RATE: Final = 8_000  # points a second, of the Free Spoken Digit Dataset
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final
 
 import safetensors
@@ -24,19 +23,17 @@ from data_pipeline.overlays import Overlay
 from data_pipeline.storage.manifest import read_file
 
 # The class of each name. A new overlay of this project needs a line here and its own file.
-OVERLAYS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "shapes": "data_pipeline.overlays.shapes:Shapes",
-        "digits": "data_pipeline.overlays.digits:Digits",
-        "letters": "data_pipeline.overlays.letters:Letters",
-        "bits": "data_pipeline.overlays.bits:Bits",
-        "colours": "data_pipeline.overlays.colours:Colours",
-        "dominoes": "data_pipeline.overlays.dominoes:Dominoes",
-        "second_digit": "data_pipeline.overlays.second_digit:SecondDigit",
-        "tiled_digit": "data_pipeline.overlays.tiled_digit:TiledDigit",
-        "noise": "data_pipeline.overlays.noise:Noise",
-    }
-)
+OVERLAYS: Final[Mapping[str, str]] = {
+    "shapes": "data_pipeline.overlays.shapes:Shapes",
+    "digits": "data_pipeline.overlays.digits:Digits",
+    "letters": "data_pipeline.overlays.letters:Letters",
+    "bits": "data_pipeline.overlays.bits:Bits",
+    "colours": "data_pipeline.overlays.colours:Colours",
+    "dominoes": "data_pipeline.overlays.dominoes:Dominoes",
+    "second_digit": "data_pipeline.overlays.second_digit:SecondDigit",
+    "tiled_digit": "data_pipeline.overlays.tiled_digit:TiledDigit",
+    "noise": "data_pipeline.overlays.noise:Noise",
+}
 NAMES: Final = Names("overlay", group="overlays", built_in=OVERLAYS)
 MAX_OVERLAY_BYTES: Final = 1 << 30
 _HEADER_KEY: Final = "overlay"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import ClassVar, Final, Self
 
 import numpy as np
@@ -27,7 +26,7 @@ Region = NDArray[np.bool_]  # (64, 64): the points that a form covers
 Pattern = Callable[[Coordinate, Coordinate, float, Generator], Region]  # of x, y, the period in pixels
 
 IMAGE_SIZE: Final = 32
-DEFAULT_NUM_RECORDS: Final[Mapping[str, int]] = MappingProxyType({"train": 10_000, "test": 2_000})
+DEFAULT_NUM_RECORDS: Final[Mapping[str, int]] = {"train": 10_000, "test": 2_000}
 _OVERSAMPLING = 2  # points per pixel along each axis, averaged: without it the look of thin lines varies with the angle
 _POINTS = (np.arange(IMAGE_SIZE * _OVERSAMPLING) + 0.5) / _OVERSAMPLING
 _COLUMN, _ROW = np.meshgrid(_POINTS, _POINTS)
@@ -108,20 +107,18 @@ def _scatter(x: Coordinate, y: Coordinate, side: float, rng: Generator) -> tuple
     return cos * u + sin * v, cos * v - sin * u
 
 
-PATTERNS: Final[Mapping[str, Pattern]] = MappingProxyType(
-    {
-        "stripes": _stripes,
-        "waves": _waves,
-        "checker": _checker,
-        "grid": _grid,
-        "bricks": _bricks,
-        "rings": _rings,
-        "spokes": _spokes,
-        "dots": _dots,
-        "crosses": _crosses,
-        "blobs": _blobs,
-    }
-)
+PATTERNS: Final[Mapping[str, Pattern]] = {
+    "stripes": _stripes,
+    "waves": _waves,
+    "checker": _checker,
+    "grid": _grid,
+    "bricks": _bricks,
+    "rings": _rings,
+    "spokes": _spokes,
+    "dots": _dots,
+    "crosses": _crosses,
+    "blobs": _blobs,
+}
 
 
 def draw(pattern: Pattern, rng: Generator) -> NDArray[np.uint8]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import ClassVar, Final, Self
 
 import numpy as np
@@ -27,20 +26,18 @@ _NUM_HARMONICS = 8
 _STEP = 7  # semitones from a low note to a high one: a fifth
 
 # Notes of each kind, in steps of a fifth above the lowest.
-MELODIES: Final[Mapping[str, tuple[float, ...]]] = MappingProxyType(
-    {
-        "flat": (0, 0, 0),
-        "rise": (0, 0.5, 1),
-        "fall": (1, 0.5, 0),
-        "arch": (0, 1, 0),
-        "dip": (1, 0, 1),
-        "early_rise": (0, 1, 1),
-        "late_rise": (0, 0, 1),
-        "early_fall": (1, 0, 0),
-        "late_fall": (1, 1, 0),
-        "zigzag": (0, 1, 0, 1),
-    }
-)
+MELODIES: Final[Mapping[str, tuple[float, ...]]] = {
+    "flat": (0, 0, 0),
+    "rise": (0, 0.5, 1),
+    "fall": (1, 0.5, 0),
+    "arch": (0, 1, 0),
+    "dip": (1, 0, 1),
+    "early_rise": (0, 1, 1),
+    "late_rise": (0, 0, 1),
+    "early_fall": (1, 0, 0),
+    "late_fall": (1, 1, 0),
+    "zigzag": (0, 1, 0, 1),
+}
 
 
 def sing(notes: tuple[float, ...], rng: Generator) -> NDArray[np.int16]:

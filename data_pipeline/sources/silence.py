@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -14,13 +13,11 @@ from data_pipeline.audio.log_mel import AUDIOMNIST, FSDD, MelConfig
 from data_pipeline.core.sample import NO_LABEL, Record
 
 # The sounds of which silence stands in the place: their spectrogram, and how many records each split has.
-SPEECH: Final[Mapping[str, tuple[MelConfig, Mapping[str, int]]]] = MappingProxyType(
-    {
-        "audiomnist": (AUDIOMNIST, {"train": 24_000, "test": 6_000}),
-        "fsdd": (FSDD, {"train": 2_500, "test": 500}),
-        "procedural": (FSDD, {"train": 5_000, "test": 1_000}),
-    }
-)
+SPEECH: Final[Mapping[str, tuple[MelConfig, Mapping[str, int]]]] = {
+    "audiomnist": (AUDIOMNIST, {"train": 24_000, "test": 6_000}),
+    "fsdd": (FSDD, {"train": 2_500, "test": 500}),
+    "procedural": (FSDD, {"train": 5_000, "test": 1_000}),
+}
 
 
 @dataclass(frozen=True)

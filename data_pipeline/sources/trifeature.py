@@ -17,7 +17,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import MappingProxyType
 from typing import Annotated, ClassVar, Final, Literal, Self
 
 import numpy as np
@@ -38,7 +37,7 @@ Texture = Callable[[Coordinate, Coordinate, Generator], Region]  # of x and y in
 
 DEFAULT_IMAGE_SIZE: Final = 64
 SMALLEST_IMAGE_SIZE: Final = 48  # pixels: on smaller pictures the textures cannot be told apart
-DEFAULT_NUM_RECORDS: Final[Mapping[str, int]] = MappingProxyType({"train": 10_000, "test": 2_000})
+DEFAULT_NUM_RECORDS: Final[Mapping[str, int]] = {"train": 10_000, "test": 2_000}
 _PUBLISHED_SIZE = 224  # pixels, like the two below
 _SHAPE_SIZE = 128
 _PERIOD, _LEAST_PERIOD = 10, 6
@@ -83,25 +82,23 @@ def _five_squares(x: Coordinate, y: Coordinate) -> Region:
 
 
 _THIRD = 1 / 3
-SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
-    {
-        "triangle": _inside("0 -1, 1 1, -1 1"),
-        "square": _inside("-1 -1, 1 -1, 1 1, -1 1"),
-        "plus": _inside(
-            f"-{_THIRD} -1, {_THIRD} -1, {_THIRD} -{_THIRD}, 1 -{_THIRD}, 1 {_THIRD}, {_THIRD} {_THIRD}, "
-            f"{_THIRD} 1, -{_THIRD} 1, -{_THIRD} {_THIRD}, -1 {_THIRD}, -1 -{_THIRD}, -{_THIRD} -{_THIRD}"
-        ),
-        "circle": _circle,
-        "tee": _inside(
-            f"-1 -1, 1 -1, 1 -{_THIRD}, {_THIRD} -{_THIRD}, {_THIRD} 1, -{_THIRD} 1, -{_THIRD} -{_THIRD}, -1 -{_THIRD}"
-        ),
-        "rhombus": _inside("0 -1, 1 -1, 0 1, -1 1"),
-        "pentagon": _inside("0 -1, 1 -0.2, 0.61 1, -0.61 1, -1 -0.2"),
-        "star": _star(),
-        "five squares": _five_squares,
-        "trapezoid": _inside("-1 -1, 1 -1, 0.35 1, -0.35 1"),
-    }
-)
+SHAPES: Final[Mapping[str, Shape]] = {
+    "triangle": _inside("0 -1, 1 1, -1 1"),
+    "square": _inside("-1 -1, 1 -1, 1 1, -1 1"),
+    "plus": _inside(
+        f"-{_THIRD} -1, {_THIRD} -1, {_THIRD} -{_THIRD}, 1 -{_THIRD}, 1 {_THIRD}, {_THIRD} {_THIRD}, "
+        f"{_THIRD} 1, -{_THIRD} 1, -{_THIRD} {_THIRD}, -1 {_THIRD}, -1 -{_THIRD}, -{_THIRD} -{_THIRD}"
+    ),
+    "circle": _circle,
+    "tee": _inside(
+        f"-1 -1, 1 -1, 1 -{_THIRD}, {_THIRD} -{_THIRD}, {_THIRD} 1, -{_THIRD} 1, -{_THIRD} -{_THIRD}, -1 -{_THIRD}"
+    ),
+    "rhombus": _inside("0 -1, 1 -1, 0 1, -1 1"),
+    "pentagon": _inside("0 -1, 1 -0.2, 0.61 1, -0.61 1, -1 -0.2"),
+    "star": _star(),
+    "five squares": _five_squares,
+    "trapezoid": _inside("-1 -1, 1 -1, 0.35 1, -0.35 1"),
+}
 
 
 def _solid(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
@@ -164,34 +161,30 @@ def _cell(distance: Coordinate) -> NDArray[np.intp]:
     return np.floor(distance).astype(np.intp) % _NUM_CELLS
 
 
-TEXTURES: Final[Mapping[str, Texture]] = MappingProxyType(
-    {
-        "solid": _solid,
-        "stripes": _stripes,
-        "grid": _grid,
-        "honeycomb": _honeycomb,
-        "dots": _dots,
-        "noise": _noise,
-        "triangles": _triangles,
-        "zigzags": _zigzags,
-        "rain": _rain,
-        "pluses": _pluses,
-    }
-)
-COLOURS: Final[Mapping[str, tuple[float, float, float]]] = MappingProxyType(
-    {
-        "red": (1.0, 0.0, 0.0),
-        "green": (0.0, 1.0, 0.0),
-        "blue": (0.0, 0.0, 1.0),
-        "yellow": (1.0, 1.0, 0.0),
-        "pink": (1.0, 0.4, 1.0),
-        "cyan": (0.0, 1.0, 1.0),
-        "purple": (0.3, 0.0, 0.5),
-        "ocean": (0.1, 0.4, 0.5),
-        "orange": (1.0, 0.6, 0.0),
-        "white": (1.0, 1.0, 1.0),
-    }
-)
+TEXTURES: Final[Mapping[str, Texture]] = {
+    "solid": _solid,
+    "stripes": _stripes,
+    "grid": _grid,
+    "honeycomb": _honeycomb,
+    "dots": _dots,
+    "noise": _noise,
+    "triangles": _triangles,
+    "zigzags": _zigzags,
+    "rain": _rain,
+    "pluses": _pluses,
+}
+COLOURS: Final[Mapping[str, tuple[float, float, float]]] = {
+    "red": (1.0, 0.0, 0.0),
+    "green": (0.0, 1.0, 0.0),
+    "blue": (0.0, 0.0, 1.0),
+    "yellow": (1.0, 1.0, 0.0),
+    "pink": (1.0, 0.4, 1.0),
+    "cyan": (0.0, 1.0, 1.0),
+    "purple": (0.3, 0.0, 0.5),
+    "ocean": (0.1, 0.4, 0.5),
+    "orange": (1.0, 0.6, 0.0),
+    "white": (1.0, 1.0, 1.0),
+}
 CORRELATED: Final = ("texture", "colour")  # the labels that can follow the shape
 
 

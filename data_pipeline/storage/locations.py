@@ -6,9 +6,8 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final
 
 from braceexpand import braceexpand
@@ -19,16 +18,14 @@ MANIFEST_NAME: Final = "manifest.json"
 INDEX_NAME: Final = ".tar_index"  # the directory of an index of somebody else's tars, beside them
 TARS_NAME: Final = "tars.txt"  # of an index: the path or URL of each tar, a line each
 # The endings of picture files without a dot, with Pillow's name of the format that each of them says.
-PICTURE_ENDINGS: Final = MappingProxyType(
-    {
-        **dict.fromkeys(("jpg", "jpeg", "jpe", "jfif", "mpo"), "JPEG"),
-        **{form.lower(): form for form in ("PNG", "WEBP", "BMP", "GIF", "AVIF", "ICO", "QOI", "DDS", "TGA", "NPY")},
-        **dict.fromkeys(("tif", "tiff"), "TIFF"),
-        **dict.fromkeys(("ppm", "pgm", "pbm", "pnm", "pfm"), "PPM"),
-        **dict.fromkeys(("jp2", "j2k", "jpx"), "JPEG2000"),
-        **dict.fromkeys(("heic", "heif"), "HEIF"),
-    }
-)
+PICTURE_ENDINGS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("jpg", "jpeg", "jpe", "jfif", "mpo"), "JPEG"),
+    **{form.lower(): form for form in ("PNG", "WEBP", "BMP", "GIF", "AVIF", "ICO", "QOI", "DDS", "TGA", "NPY")},
+    **dict.fromkeys(("tif", "tiff"), "TIFF"),
+    **dict.fromkeys(("ppm", "pgm", "pbm", "pnm", "pfm"), "PPM"),
+    **dict.fromkeys(("jp2", "j2k", "jpx"), "JPEG2000"),
+    **dict.fromkeys(("heic", "heif"), "HEIF"),
+}
 SOUND_ENDINGS: Final = frozenset({"aif", "aiff", "flac", "mp3", "oga", "ogg", "opus", "wav", "wave"})
 PICTURE_FIELDS: Final = (*PICTURE_ENDINGS, "image.png", "image.jpg")  # of members of tars
 _MAX_WORDS: Final = 100  # letters of a location's name in that of its index

@@ -12,8 +12,8 @@ import contextlib
 import copy
 import functools
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias, get_args
 
 import torch
@@ -43,14 +43,12 @@ TORCHVISION: Final = "torchvision:"
 STANDARD_FROM: Final = 64  # pixels of the shorter side, from which a network by size has the standard form
 
 # The config class of each kind. A new encoder of this project needs a line here.
-ENCODERS: Final = MappingProxyType(
-    {
-        **dict.fromkeys(get_args(ResNetKind), "trainer.models.encoder:ResNetConfig"),
-        "wrn_34_5": "trainer.models.encoder:WideResNet34x5Config",
-        "convnet": "trainer.models.encoder:ConvNetConfig",
-        "timm": "trainer.models.encoder:TimmConfig",
-    }
-)
+ENCODERS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(get_args(ResNetKind), "trainer.models.encoder:ResNetConfig"),
+    "wrn_34_5": "trainer.models.encoder:WideResNet34x5Config",
+    "convnet": "trainer.models.encoder:ConvNetConfig",
+    "timm": "trainer.models.encoder:TimmConfig",
+}
 
 
 class Normalization(Schema):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Self, TypeAlias
 
 from pydantic import BeforeValidator, SerializeAsAny
@@ -17,20 +16,18 @@ from data_pipeline.core.random_crop import CropLaw
 from trainer.views.inputs import to_unit_range
 
 # The config class of each kind. A new view of this project needs a line here and its own file.
-VIEWS: Final = MappingProxyType(
-    {
-        "expert_image": "trainer.views.expert_image:ExpertImageConfig",
-        "random_mask": "trainer.views.random_mask:RandomMaskConfig",
-        "channel_dropout": "trainer.views.channel_dropout:ChannelDropoutConfig",
-        "spectral": "trainer.views.expert_audio:SpectralConfig",
-        "waveform": "trainer.views.expert_audio:WaveformConfig",
-        "viewmaker": "trainer.views.viewmaker:ViewmakerConfig",
-        "sequence": "trainer.views.composed:SequenceConfig",
-        "pair": "trainer.views.composed:PairConfig",
-        "by_epoch": "trainer.views.composed:ByEpochConfig",
-        "multi_crop": "trainer.views.multi_crop:MultiCropConfig",
-    }
-)
+VIEWS: Final[Mapping[str, str]] = {
+    "expert_image": "trainer.views.expert_image:ExpertImageConfig",
+    "random_mask": "trainer.views.random_mask:RandomMaskConfig",
+    "channel_dropout": "trainer.views.channel_dropout:ChannelDropoutConfig",
+    "spectral": "trainer.views.expert_audio:SpectralConfig",
+    "waveform": "trainer.views.expert_audio:WaveformConfig",
+    "viewmaker": "trainer.views.viewmaker:ViewmakerConfig",
+    "sequence": "trainer.views.composed:SequenceConfig",
+    "pair": "trainer.views.composed:PairConfig",
+    "by_epoch": "trainer.views.composed:ByEpochConfig",
+    "multi_crop": "trainer.views.multi_crop:MultiCropConfig",
+}
 
 ViewPolicy: TypeAlias = nn.Module
 # A view policy: one of `build_view_policy`, or a module or function of your own with these arguments.

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Protocol
 
 from pydantic import BeforeValidator, SerializeAsAny
@@ -21,13 +20,11 @@ from data_pipeline.core.kinds import KindConfig, Kinds
 from trainer.optim.optimizers import OptimizerConfig
 
 # The config class of each kind. A new engine of this project needs a line here and its own file.
-ENGINES: Final = MappingProxyType(
-    {
-        "ddp": "trainer.distributed.engines.ddp_engine:DDPConfig",
-        "deepspeed": "trainer.distributed.engines.deepspeed_engine:DeepSpeedConfig",
-        "fsdp": "trainer.distributed.engines.fsdp_engine:FSDPConfig",
-    }
-)
+ENGINES: Final[Mapping[str, str]] = {
+    "ddp": "trainer.distributed.engines.ddp_engine:DDPConfig",
+    "deepspeed": "trainer.distributed.engines.deepspeed_engine:DeepSpeedConfig",
+    "fsdp": "trainer.distributed.engines.fsdp_engine:FSDPConfig",
+}
 
 
 @dataclass(frozen=True)
