@@ -40,7 +40,7 @@ from benchmarks.record import ratio_line
 from benchmarks.step_throughput import configure, step_of
 from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.core.sample import Batch
-from launch.ports import free_ports
+from launch.here import free_port
 from trainer.distributed.collectives import barrier
 from trainer.distributed.environment import WorldEnv, destroy_process_group, init_process_group
 from trainer.memory import keep_freed_memory
@@ -174,7 +174,7 @@ def main() -> None:
         pipes.append(ours)
 
     def ask(what: str) -> list[Any]:
-        port = free_ports(1)[0]
+        port = free_port()
         for pipe in pipes:
             pipe.send(what)
             if what in {"together", "local", "count"}:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -24,7 +23,6 @@ from data_pipeline.core.plain_text import parse_yaml
 from data_pipeline.core.schema import as_typed
 from trainer.config import RunConfig
 
-MAX_RUNS: Final = 100  # without asking
 _MAX_NAME: Final = 100  # characters, as `data_pipeline.core.schema.Name` allows
 _HASH_DIGITS: Final = 6
 _WITHOUT_PART: Final = {"seed", "name"}  # a directory is called NAME-seedSEED, which tells these apart
@@ -36,7 +34,6 @@ def resolve_sweep(
     *,
     overrides: Sequence[str] = (),
     group: str | None = None,
-    max_runs: int = MAX_RUNS,
 ) -> tuple[str, list[RunConfig]]:
     """Return the name of a sweep of the recipe or file `config`, and its runs, each with `overrides` applied.
 
@@ -44,14 +41,9 @@ def resolve_sweep(
     group: the group of the runs in W&B (default: the name of the sweep).
 
     Raises `UserError` for an unknown setting or a value that does not fit, which it names, if a setting is given twice,
-    and if two runs have the same name and seed or there are more than `max_runs`.
+    and if two runs have the same name and seed.
     """
     values = _values_of(axes, overrides)
-    num_runs = math.prod(map(len, values.values()))
-    if num_runs > max_runs:
-        raise UserError(
-            f"the sweep has {num_runs:,} runs, more than {max_runs:,}; give fewer values, or --max-runs {num_runs}"
-        )
     points = [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
     runs = [
         resolve_recipe(config, [*overrides, *(f"{key}={json.dumps(value)}" for key, value in point.items())])

@@ -12,6 +12,7 @@ import multiprocessing.context
 import multiprocessing.forkserver
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -28,7 +29,6 @@ from data_pipeline.core.environment import variable
 from data_pipeline.core.errors import UserError, run_command
 from launch.job import Ending, TrainJob
 from launch.planned_run import PlannedRun
-from launch.ports import free_ports
 from launch.slurm_client import outside_any_job
 from launch.snapshot import python_environment, read_snapshot, write_snapshot
 from launch.states import LEFT_ALONE, status_of
@@ -130,7 +130,7 @@ def _start(
 ) -> Iterator[BaseProcess]:
     """Start the ranks of a run. Each writes into a log of its own."""
     num_ranks = plan.resources.num_ranks
-    port = free_ports(1)[0] if num_ranks > 1 else 0
+    port = free_port() if num_ranks > 1 else 0
     for rank in range(num_ranks):
         environ = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         if num_ranks > 1:
@@ -146,6 +146,13 @@ def _start(
         process = context.Process(target=_train, args=(plan.job(run_dir, command), environ, log))
         process.start()
         yield process
+
+
+def free_port() -> int:
+    """Return a port of this machine at which no process listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
 
 
 def _log(plan: SubmissionPlan, run_dir: RunDir, rank: int) -> Path:

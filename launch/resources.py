@@ -13,9 +13,9 @@ from typing import Annotated, Any, Final, TypeAlias
 from pydantic import AfterValidator, Field
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.plain_text import parse_yaml
 from data_pipeline.core.schema import Line, NumProcesses, Schema
-from trainer.config import RunConfig
+from trainer.config import RunConfig, read_settings
+from trainer.preflight import check_batch
 
 FILE = Path("slurm.yaml")
 _MIN_TRAINING_SECONDS: Final = 60  # between the start of a job and its warning
@@ -111,7 +111,7 @@ def resolve_request(flags: Mapping[str, Any], *, file: Path = FILE) -> Requested
 
     Raises `UserError` that names the flag or the file, for an unknown name or a wrong value.
     """
-    wanted = RequestedResources.parse(_read_file(file) if file.is_file() else {}, where=str(file))
+    wanted = RequestedResources.parse(read_settings(file) if file.is_file() else {}, where=str(file))
     for name, value in flags.items():
         if value is not None:
             given = RequestedResources.parse({name: value}, where=f"--{name.replace('_', '-')}")
@@ -141,7 +141,7 @@ def resources_for(wanted: RequestedResources, configs: Sequence[RunConfig], *, n
     """Return resources with which each of `configs` can run.
 
     By default there is one rank for each GPU, and a rank has one core for itself and one for each data worker. Raises
-    `UserError` if ranks would have to share a GPU, or if their number does not divide a global batch.
+    `UserError` if ranks would have to share a GPU, or if they cannot share a global batch.
     """
     num_workers = max(config.data.num_workers for config in configs)
     cpus_per_task = wanted.cpus_per_task or 1 + num_workers
@@ -158,20 +158,5 @@ def resources_for(wanted: RequestedResources, configs: Sequence[RunConfig], *, n
             f"leave out --tasks-per-node, or ask for --gpus-per-node {resources.tasks_per_node}"
         )
     for config in configs:
-        if config.global_batch_size % resources.num_ranks:
-            raise UserError(
-                f"{resources.nodes} nodes x {resources.tasks_per_node} tasks = {resources.num_ranks} ranks do not "
-                f"divide the global batch of {config.global_batch_size} of {config.name}; change --nodes, "
-                "--tasks-per-node or --set global_batch_size=..."
-            )
+        check_batch(config, num_samples=(), num_ranks=resources.num_ranks)
     return resources
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        value = parse_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from None
-    if not isinstance(value, dict | None):
-        raise UserError(f"{path} does not hold settings such as `partition: gpu`, one a line")
-    return value or {}

@@ -36,7 +36,6 @@ def _parser() -> argparse.ArgumentParser:
         help="Make a run for each of these values of a setting. May be repeated for other settings: then there is a "
         "run for each combination. Values are as for --set; commas in brackets do not split.",
     )
-    add("--max-runs", type=positive, metavar="N", help="The most runs that a sweep may have (default: 100).")
     add(
         "--study-dir",
         type=Path,

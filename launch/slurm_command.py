@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from configs import resolve_recipe, resolve_study
-from configs.sweep import MAX_RUNS, resolve_sweep
+from configs.sweep import resolve_sweep
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import as_typed, value_at
 from data_pipeline.core.system import num_cores
@@ -118,7 +118,6 @@ def _runs_from(arguments: argparse.Namespace) -> tuple[list[PlannedRun], str, Pa
             arguments.sweep,
             overrides=arguments.set,
             group=None if study_dir is None else study_dir.absolute().name[:_MAX_GROUP],
-            max_runs=arguments.max_runs or MAX_RUNS,
         )
     elif arguments.sweep:
         raise UserError("--sweep belongs to --config; a study is a list of runs already")

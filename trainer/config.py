@@ -133,7 +133,7 @@ def read_run_config(run_dir: RunDir) -> RunConfig:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return the values in a .json or .yaml file. Raises `UserError` if it cannot be read or holds no mapping."""
+    """Return the values in a .json or .yaml file. Raises `UserError` if it cannot be read or holds something else."""
     parse, language = (parse_yaml, "YAML") if path.suffix in {".yaml", ".yml"} else (parse_json, "JSON")
     try:
         value = parse(path.read_text(encoding="utf-8"))
@@ -141,6 +141,6 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise UserError(f"cannot read the config {path}: {error.strerror}") from None
     except ValueError as error:
         raise UserError(f"{path} is not valid {language}: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} does not hold a mapping of settings; see RunConfig in trainer/config.py")
-    return value
+    if not isinstance(value, dict | None):
+        raise UserError(f"{path} does not hold settings such as `name: value`, one a line")
+    return value or {}

@@ -14,7 +14,7 @@ from torch import nn
 from trainer.checkpoint.run_state import DataIdentity
 from trainer.config import RunConfig
 from trainer.models.encoder import Encoder, Normalization, build_encoder
-from trainer.objectives import Objective, ObjectiveInputs, build_objective
+from trainer.objectives import Objective, ObjectiveInputs
 from trainer.views import ViewPolicy, build_view_policy
 
 NO_CLASSES: Final[Mapping[str, int]] = MappingProxyType({})  # of labels that are not known
@@ -70,7 +70,7 @@ def build_run_objective(
         num_classes=num_classes,
     )
     with _drawing_from(config.seed):
-        objective = build_objective(config.objective, given)
+        objective = config.objective.build(given)
     return objective.to(device, config.parameter_dtype)
 
 

@@ -100,9 +100,3 @@ def test_a_mistake_is_one_sentence(sweeps: list[str], overrides: list[str], said
         runs(*sweeps, overrides=tuple(overrides))
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-def test_a_million_runs_are_refused_without_being_made() -> None:
-    axes = [f"{key}={','.join(map(str, range(1, 101)))}" for key in ("seed", "num_epochs", "log_every_steps")]
-    with pytest.raises(UserError, match="1,000,000 runs, more than 100"):
-        runs(*axes)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from configs import resolve_recipe
 from tests.golden.digests import Numbers, digest
 from trainer.distributed.collectives import all_gather_rows, all_reduce_sum, rank, world_size
-from trainer.objectives import ObjectiveInputs, ViewPair, build_objective
+from trainer.objectives import ObjectiveInputs, ViewPair
 
 NUM_STEPS, NUM_SAMPLES, SIZE = 2, 8, 6
 VIEWS = ("a", "b", "further")
@@ -52,7 +52,7 @@ def one_case(case: str) -> Numbers:
     with _in_float64():
         encoder = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, SIZE))
         given = ObjectiveInputs(encoder, SIZE, num_samples=NUM_STEPS * NUM_SAMPLES, seed=3, num_classes={"digit": 3})
-        objective = build_objective(config, given).double()
+        objective = config.build(given).double()
     draw = np.random.default_rng(0)
     own = slice(rank() * NUM_SAMPLES // world_size(), (rank() + 1) * NUM_SAMPLES // world_size())
     found: Numbers = {}

@@ -155,7 +155,7 @@ def test_what_is_asked_for_fits_every_run_of_a_study() -> None:
     assert resources.wanted == wanted
     wanted = resolve_request({"cpus_per_task": 12, "tasks_per_node": 2})
     assert resources_for(wanted, [few], nodes=1).threads_per_task == 11
-    with pytest.raises(UserError, match="do not divide"):
+    with pytest.raises(UserError, match="cannot be divided by 3 ranks"):
         resources_for(wanted.model_copy(update={"tasks_per_node": 1}), [few, many], nodes=3)
     with pytest.raises(UserError, match="cannot share"):
         resources_for(wanted.model_copy(update={"gpus_per_node": 1}), [few], nodes=1)
@@ -208,7 +208,7 @@ def test_slurm_and_its_accounting_are_asked_once_for_the_states_of_all_jobs(
     ("arguments", "message"),
     [
         (["--config", "debug:imag"], 'error: unknown recipe "debug:imag"; did you mean "debug:image"?'),
-        (["--config", "debug:image", "--nodes", "3"], "3 ranks do not divide"),
+        (["--config", "debug:image", "--nodes", "3"], "32 cannot be divided by 3 ranks"),
         (["--config", "debug:image", "--nodes", "2", "--executor", "local"], "use --tasks-per-node 2"),
         (["--config", "debug:image", "--nodes", "0"], "'0' is not a positive whole number"),
         (["--study", "studies:tabel1"], 'unknown study "studies:tabel1"; did you mean "studies:table1"?'),

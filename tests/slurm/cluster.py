@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -33,7 +34,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.ports import free_ports
+from trainer.distributed.environment import PORTS
 
 _NETWORK = "ip link add tried type bridge && ip link add this type veth peer name that"
 _TRY = ("unshare", "--net", "--uts", "--mount", "bash", "-c", _NETWORK)
@@ -322,9 +323,21 @@ def _processes() -> list[_Process]:
     return found
 
 
+def _free_ports(count: int) -> list[int]:
+    """Return different free ports, drawn at random, so that two clusters hardly ever get the same."""
+    found: list[int] = []
+    for port in random.sample(PORTS, len(PORTS)):
+        if len(found) == count:
+            break
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            found.append(port)
+    return found
+
+
 def _configuration(directory: Path, network: _Network | None) -> str:
     host = socket.gethostname().partition(".")[0]
-    ports = free_ports(1 + len(ALL_NAMES))
+    ports = _free_ports(1 + len(ALL_NAMES))
     nodes = [
         NODE.format(
             name=name,

@@ -29,7 +29,6 @@ from trainer.objectives.objective import (
     ObjectiveOutput,
     PureObjective,
     ViewPair,
-    build_objective,
 )
 from trainer.objectives.published_nt_xent import PublishedNTXentConfig, published_nt_xent_loss
 from trainer.objectives.simsiam import SimSiamConfig, simsiam_loss
@@ -66,7 +65,6 @@ __all__ = [
     "VICRegConfig",
     "ViewPair",
     "barlow_twins_loss",
-    "build_objective",
     "byol_loss",
     "dcl_loss",
     "dino_loss",

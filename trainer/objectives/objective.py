@@ -220,10 +220,5 @@ def contrastive_output(
     return ObjectiveOutput(loss, metrics | {name: value.detach() for name, value in further.items()})
 
 
-def build_objective(config: BaseObjectiveConfig, given: ObjectiveInputs) -> Objective:
-    """Return the objective of a config, with its weights from torch's default generator."""
-    return config.build(given)
-
-
 # The type of a section `objective`: the config of any objective, found by its kind.
 ObjectiveConfig = Annotated[SerializeAsAny[BaseObjectiveConfig], BeforeValidator(BaseObjectiveConfig.kinds.parse)]

@@ -96,9 +96,8 @@ class LARSConfig(_FromTimm):
     Parameters without weight decay are not adapted either, as in SimCLR (Chen et al. 2020, with linear scaling: 0.3 for
     a batch of 256).
 
-    rate_in_momentum: whether the rate multiplies each gradient before the momentum adds it, as in the code of SimCLR.
-        If not, the rate multiplies the momentum, as in torch's SGD. The two differ only where the rate changes: by a
-        third in a warm-up.
+    The rate multiplies the momentum, as in torch's SGD. In the code of SimCLR it multiplies each gradient before the
+    momentum adds it, which differs only where the rate changes: by a third in a warm-up.
     """
 
     kind: Literal["lars"] = "lars"
@@ -106,7 +105,6 @@ class LARSConfig(_FromTimm):
     momentum: ShareBelowOne = 0.9
     weight_decay: Decay = 1e-6
     trust: PositiveFactor = 1e-3
-    rate_in_momentum: bool = False
     decay: Decayed = "matrices"
 
 
@@ -195,8 +193,6 @@ def build_optimizer(config: OptimizerConfig, module: nn.Module) -> torch.optim.O
             optimizer = importlib.import_module("timm.optim").Lars(
                 groups, lr=config.learning_rate, momentum=config.momentum, trust_coeff=config.trust
             )
-            if config.rate_in_momentum:
-                _put_rate_into_momentum(optimizer)
         case LAMBConfig():
             optimizer = importlib.import_module("timm.optim").Lamb(
                 groups,
@@ -239,24 +235,6 @@ def _first_state(config: OptimizerConfig, parameter: nn.Parameter, *, fused: boo
             return {"step": step, "exp_avg": zeros(), "exp_avg_sq": zeros()}
         case LAMBConfig():
             return {"step": torch.zeros(()), "exp_avg": zeros(), "exp_avg_sq": zeros()}
-
-
-def _put_rate_into_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Let the rate of a step multiply the gradients and the decay of that step, and not the momentum.
-
-    The trust is multiplied too, because the trust ratio divides by the gradient.
-    """
-    unscaled = [{name: group[name] for name in ("weight_decay", "trust_coeff")} for group in optimizer.param_groups]
-
-    def scale(*_: object) -> None:
-        for group, values in zip(optimizer.param_groups, unscaled, strict=True):
-            rate = group["lr"]
-            group.update({name: rate * value for name, value in values.items()}, lr=1.0)
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(rate)
-
-    optimizer.register_step_pre_hook(scale)
 
 
 def _count_steps_by_parameter(optimizer: torch.optim.Optimizer) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from data_pipeline.core.devices import named_device
 from data_pipeline.core.errors import UserError
-from launch.ports import free_ports
+from launch.here import free_port
 from tests.gloo import run_ranks
 from trainer.distributed import environment as env_module
 from trainer.distributed.collectives import AnyRank, barrier
@@ -190,7 +190,7 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 
 def test_a_rank_that_never_comes_is_named_within_the_timeout() -> None:
-    world = WorldEnv(1, 2, master_addr="127.0.0.1", master_port=free_ports(1)[0])
+    world = WorldEnv(1, 2, master_addr="127.0.0.1", master_port=free_port())
     with pytest.raises(UserError, match=r"rank 1 of 2 on \S+ did not meet the others at 127.0.0.1:\d+ within 1 s"):
         init_process_group(world, torch.device("cpu"), timeout_seconds=1)
 

@@ -10,7 +10,7 @@ from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL, Batch
 from trainer.build import Training, build_training
-from trainer.objectives import ObjectiveInputs, SupervisedConfig, ViewPair, build_objective, labelled_cross_entropy
+from trainer.objectives import ObjectiveInputs, SupervisedConfig, ViewPair, labelled_cross_entropy
 from trainer.objectives.supervised import Supervised
 
 NUM_CLASSES = 3
@@ -91,7 +91,7 @@ def test_low_precision_is_raised() -> None:
 def test_a_label_that_cannot_be_learned_is_refused(label: str, num_classes: dict[str, int], said: str) -> None:
     given = ObjectiveInputs(torch.nn.Identity(), embedding_size=5, num_samples=9, seed=0, num_classes=num_classes)
     with pytest.raises(UserError, match=said.replace("?", "[?]")):
-        build_objective(SupervisedConfig(label=label), given)
+        SupervisedConfig(label=label).build(given)
 
 
 def test_a_label_of_one_view_alone_is_refused() -> None:

@@ -18,7 +18,6 @@ from trainer.objectives import (
     ObjectiveConfig,
     ObjectiveInputs,
     ViewPair,
-    build_objective,
 )
 from trainer.objectives.objective import OBJECTIVES
 
@@ -39,7 +38,7 @@ def built(values: dict[str, Any]) -> tuple[BaseObjectiveConfig, Objective]:
     )
     config = TypeAdapter(ObjectiveConfig).validate_python(values)
     given = ObjectiveInputs(build_encoder(encoder), EMBEDDING_SIZE, 20, seed=0, num_classes={"base": 3})
-    return config, build_objective(config, given)
+    return config, config.build(given)
 
 
 @pytest.mark.parametrize("values", CASES, ids=str)

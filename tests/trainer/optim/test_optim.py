@@ -48,14 +48,13 @@ CONFIGS: dict[str, OptimizerConfig] = {
     "lars": LARSConfig(weight_decay=0.1, trust=0.5),
     "lars, all": LARSConfig(weight_decay=0.1, trust=0.5, decay="all"),
     "lars without decay": LARSConfig(weight_decay=0.0, trust=0.5),
-    "lars, rate in momentum": LARSConfig(weight_decay=0.1, trust=0.5, decay="all", rate_in_momentum=True),
     "lamb": LAMBConfig(weight_decay=0.1, betas=(0.8, 0.9)),
     "lamb, all": LAMBConfig(weight_decay=0.1, decay="all"),
     "lamb without decay": LAMBConfig(weight_decay=0.0),
     "lamb, cut": LAMBConfig(max_gradient_norm=0.5),
 }
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-EACH_STATE = ("sgd", "sgd without momentum", "adam", "adamw", "lars", "lars, rate in momentum", "lamb")
+EACH_STATE = ("sgd", "sgd without momentum", "adam", "adamw", "lars", "lamb")
 every_state = pytest.mark.parametrize("config", [CONFIGS[name] for name in EACH_STATE], ids=EACH_STATE)
 one_of_each_kind = pytest.mark.parametrize("kind", ["sgd", "adam", "adamw", "lars", "lamb"])
 
@@ -114,10 +113,8 @@ def slow_step(
                 ratio = 1.0
                 if isinstance(config, LARSConfig) and included and length(p.w) > 0:
                     ratio = config.trust * length(p.w) / (length(grad) + decay * length(p.w))
-                in_momentum = isinstance(config, LARSConfig) and config.rate_in_momentum
-                before, after = (ratio * rate, 1.0) if in_momentum else (ratio, rate)
-                p.m = [config.momentum * m + before * (g + decay * w) for m, g, w in zip(p.m, grad, p.w, strict=True)]
-                p.w = [w - after * m for w, m in zip(p.w, p.m, strict=True)]
+                p.m = [config.momentum * m + ratio * (g + decay * w) for m, g, w in zip(p.m, grad, p.w, strict=True)]
+                p.w = [w - rate * m for w, m in zip(p.w, p.m, strict=True)]
             case AdamConfig() | AdamWConfig() | LAMBConfig():
                 beta1, beta2 = config.betas
                 if isinstance(config, AdamConfig):
