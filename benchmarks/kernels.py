@@ -27,8 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs import resolve_recipe
+from data_pipeline.core.batch import Batch
 from data_pipeline.core.errors import run_command
-from data_pipeline.core.sample import Batch
 from trainer import liveness
 from trainer.build import assemble
 from trainer.config import RunConfig

@@ -38,8 +38,8 @@ from torch.utils._pytree import tree_leaves
 from benchmarks import record
 from benchmarks.record import ratio_line
 from benchmarks.step_throughput import configure, step_of
+from data_pipeline.core.batch import Batch
 from data_pipeline.core.errors import UserError, run_command
-from data_pipeline.core.sample import Batch
 from launch.here import free_port
 from trainer.distributed.collectives import barrier
 from trainer.distributed.environment import WorldEnv, destroy_process_group, init_process_group

@@ -26,8 +26,8 @@ from benchmarks import record
 from benchmarks.record import Line, ratio_line
 from configs import resolve_recipe
 from configs.base import CIFAR10_MEAN, CIFAR10_STD
+from data_pipeline.core.batch import Batch
 from data_pipeline.core.errors import run_command
-from data_pipeline.core.sample import Batch
 from trainer.build import build_training
 from trainer.config import RunConfig
 from trainer.data import open_stream

@@ -25,9 +25,10 @@ from torchvision.models import resnet18
 from benchmarks import record
 from benchmarks.record import Line, Measured, replayed
 from configs import viewmaker
+from data_pipeline.core.batch import Batch
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import run_command
-from data_pipeline.core.sample import NO_LABEL, Batch
+from data_pipeline.core.sample import NO_LABEL
 from tests.trainer.views.viewmaker_as_written import AsWritten
 from trainer.build import build_training
 from trainer.config import RunConfig

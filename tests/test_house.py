@@ -129,15 +129,34 @@ def test_a_room_knows_nothing_of(room: str, never: tuple[str, ...]) -> None:
     assert not [module for other in never for module in reached & modules_of(other)]
 
 
+PARTS = ("trainer.objectives", "trainer.views", "trainer.models", "trainer.probes", "data_pipeline.loading")
+FOR_FEW = {
+    "aiohttp",
+    "deepspeed",
+    "matplotlib",
+    "pandas",
+    "scipy",
+    "sklearn",
+    "soundfile",
+    "timm",
+    "torchaudio",
+    "wandb",
+}
+
+
 @pytest.mark.process
-def test_a_rank_and_the_parts_of_the_library_import_nothing_that_only_few_need() -> None:
+@pytest.mark.parametrize(
+    ("imports", "heavy"),
+    [
+        (["import launch.rank, launch.train", *(f"from {part} import *" for part in PARTS)], FOR_FEW),
+        (["import data_pipeline.__main__, data_pipeline.tools.look"], {*FOR_FEW, "torch"}),
+    ],
+    ids=["a rank and the parts of the library", "look"],
+)
+def test_what_starts_often_imports_nothing_that_it_seldom_needs(imports: list[str], heavy: set[str]) -> None:
     """Each takes a rank half a second to start, and hundreds of files that all ranks of a cluster open at once."""
-    parts = ("trainer.objectives", "trainer.views", "trainer.models", "trainer.probes", "data_pipeline.loading")
-    imports = ["import sys, launch.rank, launch.train", *(f"from {part} import *" for part in parts)]
-    heavy = {"aiohttp", "deepspeed", "matplotlib", "pandas", "scipy", "sklearn", "soundfile", "timm"}
-    heavy |= {"torchaudio", "wandb"}
     said = subprocess.run(
-        [sys.executable, "-c", "\n".join([*imports, "print(*sys.modules)"])],
+        [sys.executable, "-c", "\n".join([*imports, "import sys", "print(*sys.modules)"])],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -22,7 +22,7 @@ from typing import get_args
 
 import torch
 
-from data_pipeline.core.sample import Batch
+from data_pipeline.core.batch import Batch
 from trainer import liveness
 from trainer.distributed.collectives import all_gather_rows, message_device
 from trainer.liveness import Stage, stage

@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from data_pipeline.core.sample import Batch
+from data_pipeline.core.batch import Batch
 from trainer.config import RunConfig
 from trainer.liveness import stage
 from trainer.optim.loss_scale import LossScale

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from data_pipeline.core.batch import Batch
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import Batch
 from trainer.build import Training
 from trainer.checkpoint.restore import Restored
 from trainer.checkpoint.run_state import RunState, SkipCounts

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from data_pipeline.audio.log_mel import MelConfig
+from data_pipeline.core.batch import Batch
 from data_pipeline.core.kinds import is_own
 from data_pipeline.core.pixels import from_bytes
 from data_pipeline.core.randomness import key_words
-from data_pipeline.core.sample import Batch
 from trainer.adversary import AdversaryConfig, reverse_gradient
 from trainer.config import RunConfig
 from trainer.distributed.collectives import rank

@@ -17,9 +17,9 @@ from functools import partial
 
 import torch
 
+from data_pipeline.core.batch import Batch
 from data_pipeline.core.imports import without_garbage_collection
 from data_pipeline.core.progress import Progress
-from data_pipeline.core.sample import Batch
 from data_pipeline.loading.order import ReadingOrder
 from data_pipeline.loading.stream import Stream
 from trainer.build import Training, build_training

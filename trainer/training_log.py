@@ -12,7 +12,7 @@ from typing import Self
 
 import torch
 
-from data_pipeline.core.sample import Batch
+from data_pipeline.core.batch import Batch
 from trainer.build import Training
 from trainer.config import RunConfig
 from trainer.distributed.collectives import all_reduce_mean_scalars, rank, world_size

@@ -30,7 +30,7 @@ from pydantic import ValidationError
 
 from data_pipeline.building.catalogue import DATASETS, Ingredients, labels_of_overlay, open_dataset
 from data_pipeline.building.datasets import BOTH, NUM_SAMPLES_PER_SHARD, OVERLAY_MODES, SPLITS, TAR_PICTURE_SIZE
-from data_pipeline.building.index_tars import describe_manifest, leave_out, partial_path, write_index
+from data_pipeline.building.index_tars import leave_out, partial_path, write_index
 from data_pipeline.building.locks import LOCK_NAME, locked
 from data_pipeline.building.pool import run_all
 from data_pipeline.building.tar_scan import ScanInputs, mean_and_std
@@ -56,6 +56,7 @@ from data_pipeline.storage.manifest import (
     LabelEntry,
     Manifest,
     OverlayEntry,
+    describe_manifest,
 )
 from data_pipeline.storage.source_digests import write_source_digests
 from data_pipeline.storage.store import SampleStore

@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
@@ -30,11 +30,11 @@ from data_pipeline.building.pool import run_all
 from data_pipeline.building.tar_scan import (
     LABEL_FIELDS,
     PATH_FIELD,
-    TAR_FIELD,
     UNREAD_LABELS,
     LeftOut,
     ScanInputs,
     ScannedTar,
+    find_candidates,
     mean_and_std,
     scan_tar,
 )
@@ -65,14 +65,12 @@ from data_pipeline.storage.manifest import (
     Manifest,
     OverlayEntry,
     Tars,
+    describe_manifest,
     load_manifest,
 )
-from data_pipeline.storage.tar_headers import are_numbered
 
 _NUM_MEASURED: Final = 2_000  # pictures from which the mean and the deviation are computed
-_NUM_NAMED: Final = 12  # class names in a description
 _NUM_CANDIDATES: Final = 3  # labels that are offered
-_LIKELY_ENTRIES: Final = ("label", "class", "cls", "category", "target")  # of JSON
 
 Split = Literal["train", "test"]
 
@@ -316,38 +314,6 @@ def _found_labels(
     return found
 
 
-def describe_manifest(manifest: Manifest) -> list[str]:
-    """Return lines that describe a dataset: its samples, each label with its classes, the overlay, the source."""
-    size = " x ".join(map(str, manifest.input_shape[:0:-1]))
-    samples = (
-        f"pictures {'brought to' if manifest.any_size else 'of'} {size} pixels"
-        if manifest.sample_rate is None
-        else f"sounds at {manifest.sample_rate} points a second, read as {manifest.input_shape[0]} points"
-    )
-    lines = [f"samples: {samples}, {manifest.num_bytes / 1e6:.1f} MB in all"]
-    for name, label in manifest.labels.items():
-        classes, of_each = label.classes, ""
-        if label.counts:
-            least, most = min(label.counts), max(label.counts)
-            of_each = f" of {least} samples each" if least == most else f" of {least} to {most} samples each"
-        more = ", ..." if len(classes) > _NUM_NAMED else ""
-        shown = ", ".join(classes[:_NUM_NAMED])
-        lines.append(f"label_{name}, {label.title}: {len(classes)} classes{of_each}, {shown}{more}")
-        if 0 < (num_labelled := sum(label.counts)) < manifest.num_samples:
-            lines.append(f"{manifest.num_samples - num_labelled} samples have no label ({name})")
-    if manifest.overlay is not None:
-        when = "anew at each reading" if manifest.is_online else "into the shards"
-        layout = ", tiled" if manifest.overlay.layout == "tiled" else ""
-        options = "".join(f", {name}={value}" for name, value in manifest.overlay.options.items())
-        lines.append(f"overlay: {manifest.overlay.kind}{layout}{options}, drawn {when}")
-        if manifest.batch_shape != manifest.input_shape:
-            channels, height, width = manifest.batch_shape
-            lines.append(f"in a batch: pictures of {channels} channels and {width} x {height} pixels")
-    made = manifest.how_made
-    lines.append(f"made from: {made.source}; split {made.split}, seed {made.seed}")
-    return lines
-
-
 def describe_tars(tars: Sequence[ScannedTar], fields: Fields) -> Iterator[str]:
     """Yield lines that say what was found in tars, and what was left out."""
     found = _count_fields(tars)
@@ -366,27 +332,6 @@ def all_left_out(tars: Sequence[ScannedTar]) -> LeftOut:
     for tar in tars:
         left_out += tar.left_out
     return left_out
-
-
-def find_candidates(tars: Sequence[ScannedTar]) -> dict[str, Counter[str]]:
-    """Return what could be the label of tars that were scanned without a named one, the likeliest first.
-
-    That is a level of folders in which all samples lie, or an entry of their JSON, if some samples have equal values;
-    and the name of the tar, unless the tars are numbered one after another.
-    """
-    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for tar in tars:
-        for name, nums in tar.candidates.items():
-            found[name] += nums
-    num = found[TAR_FIELD].total()  # each sample has this one
-    if are_numbered(found[TAR_FIELD]):
-        del found[TAR_FIELD]
-    likely = {
-        name: nums
-        for name, nums in found.items()
-        if 1 < len(nums) < nums.total() and (nums.total() == num or name.startswith("json:"))
-    }
-    return dict(sorted(likely.items(), key=lambda item: item[0].partition(":")[2] not in _LIKELY_ENTRIES))
 
 
 def parse_labels(words: Sequence[str]) -> dict[str, str] | None:

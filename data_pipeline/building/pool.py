@@ -9,13 +9,12 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import Any, TypeVar
-
-import torch
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.processes import end_with_parent
@@ -31,13 +30,14 @@ def _start_worker(inputs: bytes) -> None:
     global _inputs_of_worker
     # Ctrl-C reaches all processes, but the build ends its workers itself, between two shards.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
     end_with_parent()  # else it would wait for work forever when its build is killed
     parent = multiprocessing.parent_process()
     assert parent is not None
     if not parent.is_alive():
         os._exit(1)
     _inputs_of_worker = pickle.loads(inputs)  # noqa: S301  of the process that has started this one
+    if "torch" in sys.modules:  # the work that looks at files does without it
+        sys.modules["torch"].set_num_threads(1)
 
 
 def _in_worker(work: Callable[[Any, U], T], task: U) -> T:

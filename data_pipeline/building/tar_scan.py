@@ -28,12 +28,19 @@ from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import BASE, NO_LABEL
 from data_pipeline.core.schema import MAX_CHARACTERS
 from data_pipeline.core.value_range import ValueRange
-from data_pipeline.loading.picture_decode import decode_square
 from data_pipeline.remote.fetch import RemoteConfig, RemoteFile, fetch
 from data_pipeline.storage.index import MAX_MEMBER_BYTES, map_file, pack
 from data_pipeline.storage.locations import is_remote
 from data_pipeline.storage.manifest import Fields
-from data_pipeline.storage.tar_headers import TarMember, name_of_tar, plain_contents, read_contents, split_name, tars_in
+from data_pipeline.storage.tar_headers import (
+    TarMember,
+    are_numbered,
+    name_of_tar,
+    plain_contents,
+    read_contents,
+    split_name,
+    tars_in,
+)
 
 LABEL_FIELDS: Final = ("cls", "label", "label.txt", "class", "cls.txt")  # tried in this order if none is named
 _MAX_LABEL_BYTES: Final = 1 << 20
@@ -42,6 +49,7 @@ _MAX_FIELDS: Final = 50  # that are counted in a tar
 _METADATA: Final = re.compile(r"__[^/]*__($|/)")  # names of members that WebDataset passes over
 _FINE: Final = 1 << 20  # places of a draw in a piece of a tar
 PATH_FIELD, TAR_FIELD = "path", "tar"  # labels that are no file: see `Fields.labels`
+_LIKELY_ENTRIES: Final = ("label", "class", "cls", "category", "target")  # of JSON
 _NUM_JSON: Final = 200  # samples of a tar in whose JSON entries are looked for that could be labels
 
 # Why samples or files of a tar are left out, as `LeftOut` counts them.
@@ -331,6 +339,27 @@ def _value_in_json(content: bytes, entry: str) -> object:
     return value
 
 
+def find_candidates(tars: Sequence[ScannedTar]) -> dict[str, Counter[str]]:
+    """Return what could be the label of tars that were scanned without a named one, the likeliest first.
+
+    That is a level of folders in which all samples lie, or an entry of their JSON, if some samples have equal values;
+    and the name of the tar, unless the tars are numbered one after another.
+    """
+    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for tar in tars:
+        for name, nums in tar.candidates.items():
+            found[name] += nums
+    num = found[TAR_FIELD].total()  # each sample has this one
+    if are_numbered(found[TAR_FIELD]):
+        del found[TAR_FIELD]
+    likely = {
+        name: nums
+        for name, nums in found.items()
+        if 1 < len(nums) < nums.total() and (nums.total() == num or name.startswith("json:"))
+    }
+    return dict(sorted(likely.items(), key=lambda item: item[0].partition(":")[2] not in _LIKELY_ENTRIES))
+
+
 def measured_rows(num_samples: int, *, num: int, tar: int) -> list[int]:
     """Return which samples of a tar, by its number, are measured: `num` of them at equal distances, or all.
 
@@ -347,6 +376,8 @@ def measured_rows(num_samples: int, *, num: int, tar: int) -> list[int]:
 
 def _decoded(picture: TarMember, data: memoryview, inputs: ScanInputs) -> NDArray[np.uint8]:
     """Return the pixels of a picture, (C, size, size). Raises `ValueError` with its name if it does not decode."""
+    from data_pipeline.loading.picture_decode import decode_square  # here, because `look` needs no torch for the rest
+
     file = data[picture.offset : picture.offset + picture.size]
     try:
         pixels: NDArray[np.uint8] = decode_square(file, size=inputs.size, value_range=inputs.value_range).numpy()

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data_pipeline.audio.waveform import crop_last, gather_clips, to_float
+from data_pipeline.core.batch import Batch
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.random_crop import CropLaw
-from data_pipeline.core.sample import NO_LABEL, BadSample, Batch
+from data_pipeline.core.sample import NO_LABEL, BadSample
 from data_pipeline.loading.decode import CropDraws, DecodedSamples
 from data_pipeline.overlays import Overlay, no_mask
 from data_pipeline.storage.manifest import Manifest

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from data_pipeline.core.batch import Batch
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import BadSample, Batch
+from data_pipeline.core.sample import BadSample
 from data_pipeline.loading.collate import BatchMaker
 from data_pipeline.loading.decode import DecodedSamples
 from data_pipeline.loading.order import Rows

@@ -23,10 +23,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from data_pipeline.core.batch import Batch
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.random_crop import CropLaw
-from data_pipeline.core.sample import BadSample, Batch
+from data_pipeline.core.sample import BadSample
 from data_pipeline.core.schema import Count, Gigabytes, NumWorkers, Schema, Share
 from data_pipeline.loading.collate import BatchMaker, join_parts
 from data_pipeline.loading.decode import DecodedSamples

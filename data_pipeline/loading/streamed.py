@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from data_pipeline.core.batch import Batch
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.processes import leave_signals_to_parent, signals_blocked
-from data_pipeline.core.sample import BadSample, Batch
+from data_pipeline.core.sample import BadSample
 from data_pipeline.core.system import SHARED
 from data_pipeline.loading.decode import decode
 from data_pipeline.loading.order import ReadingOrder

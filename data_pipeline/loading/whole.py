@@ -10,7 +10,8 @@ from typing import Final
 import numpy as np
 import torch
 
-from data_pipeline.core.sample import BadSample, Batch
+from data_pipeline.core.batch import Batch
+from data_pipeline.core.sample import BadSample
 from data_pipeline.core.system import num_cores
 from data_pipeline.loading.collate import BatchMaker
 from data_pipeline.loading.decode import decode_ahead

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from data_pipeline.core.errors import UserError, printable
@@ -88,6 +87,8 @@ def map_file(path: Path) -> memoryview:
 
     Raises `FileNotFoundError` if the file has been removed, and `UserError` if it cannot be mapped for another reason.
     """
+    import torch  # here, because `look` at a folder needs none; Python's own mmap keeps a descriptor
+
     num_bytes = path.stat().st_size
     if num_bytes == 0:
         return memoryview(bytearray())

@@ -34,6 +34,7 @@ from data_pipeline.storage.locations import MANIFEST_NAME, PICTURE_FIELDS, datas
 OVERLAY_NAME: Final = "overlay.safetensors"  # the assets of an online overlay
 SOURCE_DIGESTS_NAME: Final = "source_digests.bin"  # a short hash of each sample's source
 FORMAT_VERSION: Final = 7
+_NUM_NAMED: Final = 12  # class names in a description
 _MEND: Final = "build or index the dataset again, or copy it again from a whole copy"
 
 
@@ -318,3 +319,35 @@ def parse_manifest(text: str | bytes, *, where: str) -> Manifest:
         return Manifest.parse(value, where=where)
     except UserError as error:
         raise UserError(f"{error}; {_MEND}") from None
+
+
+def describe_manifest(manifest: Manifest) -> list[str]:
+    """Return lines that describe a dataset: its samples, each label with its classes, the overlay, the source."""
+    size = " x ".join(map(str, manifest.input_shape[:0:-1]))
+    samples = (
+        f"pictures {'brought to' if manifest.any_size else 'of'} {size} pixels"
+        if manifest.sample_rate is None
+        else f"sounds at {manifest.sample_rate} points a second, read as {manifest.input_shape[0]} points"
+    )
+    lines = [f"samples: {samples}, {manifest.num_bytes / 1e6:.1f} MB in all"]
+    for name, label in manifest.labels.items():
+        classes, of_each = label.classes, ""
+        if label.counts:
+            least, most = min(label.counts), max(label.counts)
+            of_each = f" of {least} samples each" if least == most else f" of {least} to {most} samples each"
+        more = ", ..." if len(classes) > _NUM_NAMED else ""
+        shown = ", ".join(classes[:_NUM_NAMED])
+        lines.append(f"label_{name}, {label.title}: {len(classes)} classes{of_each}, {shown}{more}")
+        if 0 < (num_labelled := sum(label.counts)) < manifest.num_samples:
+            lines.append(f"{manifest.num_samples - num_labelled} samples have no label ({name})")
+    if manifest.overlay is not None:
+        when = "anew at each reading" if manifest.is_online else "into the shards"
+        layout = ", tiled" if manifest.overlay.layout == "tiled" else ""
+        options = "".join(f", {name}={value}" for name, value in manifest.overlay.options.items())
+        lines.append(f"overlay: {manifest.overlay.kind}{layout}{options}, drawn {when}")
+        if manifest.batch_shape != manifest.input_shape:
+            channels, height, width = manifest.batch_shape
+            lines.append(f"in a batch: pictures of {channels} channels and {width} x {height} pixels")
+    made = manifest.how_made
+    lines.append(f"made from: {made.source}; split {made.split}, seed {made.seed}")
+    return lines

@@ -21,7 +21,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.building.index_tars import describe_manifest
 from data_pipeline.core.errors import UserError, printable
 from data_pipeline.core.label_words import normal
 from data_pipeline.core.options import SOURCE_OPTION
@@ -33,7 +32,7 @@ from data_pipeline.sources.layout import find_layout
 from data_pipeline.sources.places import open_files
 from data_pipeline.sources.tar_files import TarFiles
 from data_pipeline.storage.locations import MANIFEST_NAME, dataset_directory, is_remote, is_tars, listed_tars
-from data_pipeline.storage.manifest import LabelEntry, load_manifest
+from data_pipeline.storage.manifest import LabelEntry, describe_manifest, load_manifest
 from data_pipeline.tools.census import NUM_DECODED_BYTES, take_census
 from data_pipeline.tools.findings import Place, Problem, add_equal_files, add_problems
 from data_pipeline.tools.next_commands import commands, index_options

@@ -9,9 +9,8 @@ from typing import Final, get_args
 
 import numpy as np
 
-from data_pipeline.building.index_tars import find_candidates
 from data_pipeline.building.pool import run_all
-from data_pipeline.building.tar_scan import DOTTED, ScanInputs, scan_tar
+from data_pipeline.building.tar_scan import DOTTED, ScanInputs, find_candidates, scan_tar
 from data_pipeline.core.options import SOURCE_OPTION
 from data_pipeline.core.sample import BASE, Medium
 from data_pipeline.core.value_range import VALUE_RANGE, ValueRange

@@ -16,8 +16,9 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from data_pipeline.audio.log_mel import log_mel, mel_config, power_mel
+from data_pipeline.core.batch import Batch
 from data_pipeline.core.errors import UserError, printable
-from data_pipeline.core.sample import MASK_OUTSIDE, NO_LABEL, Batch
+from data_pipeline.core.sample import MASK_OUTSIDE, NO_LABEL
 from data_pipeline.loading.whole import read_all
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore

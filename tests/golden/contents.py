@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_pipeline.core.sample import Batch
+from data_pipeline.core.batch import Batch
 from data_pipeline.loading.whole import read_all
 from tests.golden.digests import digest
 from tests.golden.traces import command

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from configs import resolve_recipe
-from data_pipeline.core.sample import Batch
+from data_pipeline.core.batch import Batch
 from tests.golden.digests import Numbers, digest
 from tests.small_encoder import CONVNET
 from tests.tiny_data import NUM_POINTS

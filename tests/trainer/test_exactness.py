@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from configs import resolve_recipe
-from data_pipeline.core.sample import Batch
+from data_pipeline.core.batch import Batch
 from tests.gloo import run_ranks
 from tests.small_encoder import CONVNET
 from trainer.build import build_training

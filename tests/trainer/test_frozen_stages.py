@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from configs import resolve_recipe
+from data_pipeline.core.batch import Batch
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import Batch
 from tests.gloo import run_ranks
 from trainer.build import Training, build_training
 from trainer.distributed.collectives import rank, world_size

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from configs import resolve_recipe
+from data_pipeline.core.batch import Batch
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import Batch
 from trainer.build import Training, assemble
 from trainer.modules import build_modules
 from trainer.objectives import BaseObjectiveConfig, Objective, ObjectiveInputs, ObjectiveOutput, ViewPair

@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from configs import resolve_recipe
 from data_pipeline.audio import log_mel
 from data_pipeline.audio.log_mel import MelConfig
+from data_pipeline.core.batch import Batch
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.pixels import from_bytes
-from data_pipeline.core.sample import Batch
 from data_pipeline.overlays import Overlay, registry
 from data_pipeline.overlays.bits import Bits
 from data_pipeline.overlays.colours import Colours

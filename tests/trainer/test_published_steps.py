@@ -17,8 +17,8 @@ from torchvision.models import ResNet
 from torchvision.models.resnet import BasicBlock
 
 from configs import huang, viewmaker
+from data_pipeline.core.batch import Batch
 from data_pipeline.core.counter_rng import DrawKeys
-from data_pipeline.core.sample import Batch
 from tests.trainer.objectives import loops, test_moco, test_simsiam
 from tests.trainer.views.viewmaker_as_written import AsWritten
 from trainer.build import build_training

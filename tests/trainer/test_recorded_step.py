@@ -14,7 +14,7 @@ from torch import Tensor
 
 from configs import resolve_recipe
 from data_pipeline.audio.log_mel import MelConfig
-from data_pipeline.core.sample import Batch
+from data_pipeline.core.batch import Batch
 from tests.small_encoder import CONVNET
 from trainer.build import Training, build_training
 from trainer.config import RunConfig

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from configs import resolve_recipe
-from data_pipeline.core.sample import Batch
+from data_pipeline.core.batch import Batch
 from tests.gloo import run_ranks
 from tests.small_encoder import CONVNET, convnet
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair

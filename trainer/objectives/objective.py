@@ -51,7 +51,7 @@ class ViewPair:
         updates_state: whether this call may change the state of the objective (queue, bank, momentum encoder). False
             if only the viewmaker learns from these views.
         epoch: the epoch of the step, from 0; None if the objective does not need it.
-        labels: each label of the samples by name, (B,) int64, as in `data_pipeline.core.sample.Batch`.
+        labels: each label of the samples by name, (B,) int64, as in `data_pipeline.core.batch.Batch`.
         further_views: (B, C, H, W) each, the views beside the first two, which may have another size.
         group_size: the number of rows that stand together as a group, which are compared with each other only; None if
             all samples of the batch are compared.

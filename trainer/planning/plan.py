@@ -20,8 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_pipeline.audio.log_mel import MelConfig
+from data_pipeline.core.batch import Batch
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import BASE, OVERLAY, Batch
+from data_pipeline.core.sample import BASE, OVERLAY
 from data_pipeline.loading.placement import resident_bytes
 from trainer.build import assemble
 from trainer.config import RunConfig

@@ -29,11 +29,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from data_pipeline.audio.log_mel import mel_config
+from data_pipeline.core.batch import Batch
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.pixels import from_bytes
 from data_pipeline.core.randomness import generator
-from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY, Batch
+from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY
 from data_pipeline.core.schema import LabelName
 from data_pipeline.loading.collate import BatchMaker
 from data_pipeline.loading.decode import DecodedSamples, decode

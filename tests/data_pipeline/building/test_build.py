@@ -23,14 +23,13 @@ from PIL import Image
 from data_pipeline.audio.waveform import crop_last
 from data_pipeline.building.build import build_dataset
 from data_pipeline.building.catalogue import open_dataset
-from data_pipeline.building.index_tars import describe_manifest
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.randomness import generator, shuffled_in_rounds
 from data_pipeline.core.sample import MASK_OUTSIDE, Sample
 from data_pipeline.loading.whole import read_all
 from data_pipeline.overlays import baked_keys, evaluation_keys
 from data_pipeline.sources.background import read_sounds
-from data_pipeline.storage.manifest import Manifest, load_manifest
+from data_pipeline.storage.manifest import Manifest, describe_manifest, load_manifest
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.totals import Totals
 from tests.data_pipeline.stored_samples import decode_sample, find_problems

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from data_pipeline.__main__ import main
 from data_pipeline.building.build import build_dataset
-from data_pipeline.building.index_tars import describe_manifest, make_index, parse_labels
+from data_pipeline.building.index_tars import make_index, parse_labels
 from data_pipeline.core.counter_rng import DrawKeys, integers
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import MASK_OBJECT, NO_LABEL
@@ -27,7 +27,7 @@ from data_pipeline.loading.whole import read_all
 from data_pipeline.overlays import FIRST_PURPOSE, LabelClasses, Layer, PictureOverlay
 from data_pipeline.overlays.registry import NAMES
 from data_pipeline.storage.locations import INDEX_NAME
-from data_pipeline.storage.manifest import Fields, load_manifest
+from data_pipeline.storage.manifest import Fields, describe_manifest, load_manifest
 from data_pipeline.storage.store import SampleStore
 from tests.commands import call
 from tests.data_pipeline.folders import open_folder

@@ -16,10 +16,11 @@ import torch
 from data_pipeline.__main__ import Parser
 from data_pipeline.building.build import build_dataset
 from data_pipeline.building.catalogue import open_picture_overlay
+from data_pipeline.core.batch import Batch
 from data_pipeline.core.counter_rng import row_hashes
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import add_option_argument
-from data_pipeline.core.sample import BASE, MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, NO_LABEL, OVERLAY, Batch
+from data_pipeline.core.sample import BASE, MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, NO_LABEL, OVERLAY
 from data_pipeline.loading.whole import read_all
 from data_pipeline.overlays import OverlayInputs, PixelOverlay, object_mask
 from data_pipeline.overlays.bits import Bits, bits_of

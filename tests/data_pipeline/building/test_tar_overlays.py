@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from data_pipeline.__main__ import main
+from data_pipeline.core.batch import Batch
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.random_crop import CropLaw
-from data_pipeline.core.sample import Batch, Layout
+from data_pipeline.core.sample import Layout
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.loading.whole import read_all
 from data_pipeline.storage.locations import INDEX_NAME

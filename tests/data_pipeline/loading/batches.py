@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_pipeline.core.sample import Batch
+from data_pipeline.core.batch import Batch
 from data_pipeline.overlays.noise import Noise
 from tests.tiny_data import NUM_POINTS
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.core.sample import Batch
+from data_pipeline.core.batch import Batch
 from data_pipeline.loading.stream import ReadConfig, Stream
 from tests.data_pipeline.loading.batches import noise
 from tests.tiny_data import damage, write_tiny_dataset, write_tiny_sounds

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from configs import resolve_recipe
-from data_pipeline.core.sample import Batch
+from data_pipeline.core.batch import Batch
 from trainer.build import Training, build_training
 from trainer.distributed.fake_process_group import fake_ranks
 

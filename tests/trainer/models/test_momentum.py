@@ -8,7 +8,7 @@ from lightly.models.utils import update_momentum
 from torch import Tensor, nn
 
 from configs import resolve_recipe
-from data_pipeline.core.sample import Batch
+from data_pipeline.core.batch import Batch
 from trainer.build import build_training
 from trainer.models.momentum import MomentumCopy
 

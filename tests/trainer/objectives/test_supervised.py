@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from configs import resolve_recipe
+from data_pipeline.core.batch import Batch
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import NO_LABEL, Batch
+from data_pipeline.core.sample import NO_LABEL
 from trainer.build import Training, build_training
 from trainer.objectives import ObjectiveInputs, SupervisedConfig, ViewPair, labelled_cross_entropy
 from trainer.objectives.supervised import Supervised

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from configs import resolve_recipe
 from data_pipeline.audio.log_mel import FSDD
+from data_pipeline.core.batch import Batch
 from data_pipeline.core.counter_rng import DrawKeys
-from data_pipeline.core.sample import Batch
 from tests.small_encoder import CONVNET
 from trainer.build import Training, build_training
 from trainer.config import RunConfig

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from configs import resolve_recipe
+from data_pipeline.core.batch import Batch
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import NO_LABEL, Batch
+from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.loading.placement import resident_bytes
 from data_pipeline.storage.manifest import Manifest
 from tests.small_encoder import CONVNET
