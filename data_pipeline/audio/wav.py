@@ -43,8 +43,7 @@ def decode_wav(data: bytes | memoryview) -> NDArray[np.int16] | NDArray[np.float
                 raise ValueError("the WAV has no format before its points")
             if size == 0 or size % dtype.itemsize:
                 raise ValueError(f"the WAV holds {size} bytes of points, {dtype.itemsize} bytes each")
-            points: NDArray[np.int16] | NDArray[np.float32] = np.frombuffer(chunk, dtype).copy()
-            return points
+            return np.frombuffer(chunk, dtype).copy()
     raise ValueError("it is not a WAV with points")
 
 

@@ -33,8 +33,7 @@ def shuffled_in_rounds(labels: NDArray[np.int64], rng: np.random.Generator) -> N
 
 def key_words(num: int, seed: int, purpose: str, *numbers: int) -> NDArray[np.uint64]:
     """Return (num,) uint64 random words for a hash: the first that the generator of the same arguments is made of."""
-    words: NDArray[np.uint64] = _philox(seed, purpose, numbers).random_raw(num)
-    return words
+    return _philox(seed, purpose, numbers).random_raw(num)
 
 
 def _philox(seed: int, purpose: str, numbers: tuple[int, ...]) -> np.random.Philox:

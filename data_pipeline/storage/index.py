@@ -50,8 +50,7 @@ def pack(offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int
 
     An offset is a whole number of blocks of a tar.
     """
-    packed: NDArray[np.int64] = (offsets // BLOCK << _SIZE_BITS) | sizes
-    return packed
+    return (offsets // BLOCK << _SIZE_BITS) | sizes
 
 
 @dataclass(frozen=True)

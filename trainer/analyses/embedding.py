@@ -91,8 +91,7 @@ ANALYSIS = Analysis("embedding", EmbeddingConfig, measure)
 def unit_features(loaded: LoadedRun, rows_N: Tensor) -> NDArray[np.float64]:
     """Return pooled features of test samples without views, at unit length, (N, C)."""
     pooled_NC = plain_vectors(loaded, rows_N)["pooled"]
-    unit_NC: NDArray[np.float64] = F.normalize(pooled_NC.double(), dim=1).cpu().numpy()
-    return unit_NC
+    return F.normalize(pooled_NC.double(), dim=1).cpu().numpy()
 
 
 def silhouette(x_NC: NDArray[np.float64], label_N: NDArray[np.int64]) -> float | None:
@@ -112,8 +111,7 @@ def map_of(x_NC: NDArray[np.float64], *, perplexity: float, seed: int) -> NDArra
     most = (len(x_NC) - 1) / 3  # t-SNE allows no more
     random_state = seed % 2**32  # what NumPy's legacy generator takes
     made = TSNE(perplexity=min(perplexity, most), init="pca", random_state=random_state).fit_transform(x_NC)
-    points_N2: NDArray[np.float64] = np.asarray(made, dtype=np.float64)
-    return points_N2
+    return np.asarray(made, dtype=np.float64)
 
 
 def _draw(axes: Axes, points_N2: NDArray[np.float64], label_N: NDArray[np.int64], *, names: tuple[str, ...]) -> None:

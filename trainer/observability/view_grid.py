@@ -76,5 +76,4 @@ def _title(pictures: Pictures, row: int) -> str:
 def to_nhwc(pictures_NCHW: Tensor) -> NDArray[np.float32]:
     """Return (N, H, W, 3). If there are not three channels, the first one is shown in grey."""
     shown_NCHW = pictures_NCHW if pictures_NCHW.shape[1] == 3 else pictures_NCHW[:, :1].expand(-1, 3, -1, -1)
-    array: NDArray[np.float32] = shown_NCHW.permute(0, 2, 3, 1).numpy()
-    return array
+    return shown_NCHW.permute(0, 2, 3, 1).numpy()

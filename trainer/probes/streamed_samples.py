@@ -80,8 +80,7 @@ class StreamedSamples:
                 self._ready = None
 
     def _indices(self, row_B: Tensor) -> NDArray[np.int64]:
-        indices: NDArray[np.int64] = self.index_B[row_B].numpy()
-        return indices
+        return self.index_B[row_B].numpy()
 
     def _all_good(self, samples: DecodedSamples) -> DecodedSamples:
         for bad in samples.bad.values():

@@ -64,8 +64,7 @@ class Run:
     @property
     def finished_step(self) -> int | None:
         """Return the last step of the training; None if it has not ended."""
-        step: int | None = self.provenance.get("finished_step")
-        return step
+        return self.provenance.get("finished_step")
 
     @property
     def trained_on(self) -> tuple[str, ...]:
