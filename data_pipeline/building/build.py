@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from data_pipeline.building.catalogue import DATASETS, Ingredients, labels_of_overlay, open_dataset
+from data_pipeline.building.catalogue import DATASETS, Ingredients, open_dataset, with_overlay
 from data_pipeline.building.datasets import BOTH, NUM_SAMPLES_PER_SHARD, OVERLAY_MODES, SPLITS, TAR_PICTURE_SIZE
 from data_pipeline.building.index_tars import leave_out, partial_path, write_index
 from data_pipeline.building.locks import LOCK_NAME, locked
@@ -40,7 +40,7 @@ from data_pipeline.core.options import Options
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.randomness import generator, shuffled_in_rounds
 from data_pipeline.core.validation import describe
-from data_pipeline.overlays import NOTHING_GIVEN, Overlay, PixelOverlay, Shape, baked_keys
+from data_pipeline.overlays import NOTHING_GIVEN, PixelOverlay, Shape, baked_keys
 from data_pipeline.overlays.registry import kind_of, save_overlay
 from data_pipeline.sources import Source, first_record, labels_of
 from data_pipeline.sources.folder import PictureFiles
@@ -207,24 +207,32 @@ def _plan(
         how_made = how_made.model_copy(
             update={"source": f"{how_made.source}, without {len(without)} records that cannot be read"}
         )
-    entry = None
+    of_pixels = overlay if isinstance(overlay, PixelOverlay) else None
+    entry = batch = None
+    input_shape: tuple[int, ...]
+    if ingredients.num_points is not None:
+        input_shape, stored = (ingredients.num_points,), "wav"
+    else:
+        height, width, num_channels = first_record(source, order.tolist()).content.shape
+        shape = num_channels, height, width
+        drawn_shape = shape if of_pixels is None else of_pixels.output_shape(shape)
+        if of_pixels is not None and drawn == "online" and drawn_shape != shape:
+            batch = _batch_entry(of_pixels, source, order, shape=drawn_shape, split=split)
+        input_shape = shape if drawn == "online" else drawn_shape
+        stored = picture_field(input_shape[0])
     if overlay is not None:
-        of_pixels = overlay if isinstance(overlay, PixelOverlay) else None
         entry = OverlayEntry(
             kind=kind_of(overlay),
             drawn="online" if drawn == "online" else "baked",
             layout="scaled" if of_pixels is None else of_pixels.layout,
             options=dict(ingredients.overlay_options),
-            batch=None if of_pixels is None else _batch_entry(of_pixels, source, order, split=split, drawn=drawn),
+            batch=batch,
         )
-    labels = _labels(source, overlay)
-    has_mask = isinstance(overlay, PixelOverlay) and drawn != "online"
-    stored = "wav"
-    if ingredients.num_points is None:
-        stored = picture_field(_stored_shape(source, overlay if drawn != "online" else None, order)[0])
+    of_source = {name: LabelEntry(title=column.title, classes=column.classes) for name, column in columns.items()}
+    labels = with_overlay(of_source, overlay)
     fields = Fields(
         content=PICTURE_FIELDS if keep else (stored,),
-        mask="mask.png" if has_mask else None,
+        mask="mask.png" if of_pixels is not None and drawn != "online" else None,
         labels={
             name: f"json:{name}" for name, label in labels.items() if label.given_by == "source" or drawn != "online"
         },
@@ -236,20 +244,16 @@ def _plan(
         num_measured=-(-_NUM_MEASURED * num_samples_per_shard // len(order)) if keep else 0,
         value_range=source.value_range if isinstance(source, PictureFiles) else None,
     )
-    return BuildPlan(ingredients, how_made, entry, labels, order, num_samples_per_shard, keep, scan)
+    return BuildPlan(ingredients, how_made, entry, labels, order, input_shape, num_samples_per_shard, keep, scan)
 
 
 def _batch_entry(
-    overlay: PixelOverlay, source: Source, order: NDArray[np.int64], *, split: str, drawn: str | None
-) -> BatchEntry | None:
-    """Return the shape, mean and std of pictures with an online overlay; None if it keeps the shape, or is baked.
+    overlay: PixelOverlay, source: Source, order: NDArray[np.int64], *, shape: Shape, split: str
+) -> BatchEntry:
+    """Return the entry of pictures with an online overlay, which brings them to `shape`.
 
     Mean and std are of the first samples.
     """
-    height, width, num_channels = first_record(source, order.tolist()).content.shape
-    shape = overlay.output_shape((num_channels, height, width))
-    if drawn != "online" or shape == (num_channels, height, width):
-        return None
     totals = Totals()
     columns = labels_of(source)
     for start in range(0, min(_NUM_MEASURED, len(order)), _NUM_MEASURED_AT_ONCE):
@@ -267,22 +271,6 @@ def _batch_entry(
         for picture_HWC in overlaid.inputs.permute(0, 2, 3, 1).numpy():
             totals += Totals.of(picture_HWC)
     return BatchEntry(shape=shape, mean=totals.mean, std=totals.std)
-
-
-def _labels(source: Source, overlay: Overlay | None) -> dict[str, LabelEntry]:
-    """Return every label of the source and of the overlay by name, without counts.
-
-    Raises `UserError` if both give a label of the same name.
-    """
-    of_source = {
-        name: LabelEntry(title=column.title, classes=column.classes) for name, column in labels_of(source).items()
-    }
-    if overlay is None:
-        return of_source
-    of_overlay = labels_of_overlay(overlay)
-    if both := sorted(of_source.keys() & of_overlay.keys()):
-        raise UserError(f"the source and the overlay both give the label {both[0]}; rename it in one of them")
-    return {**of_source, **of_overlay}
 
 
 def _readable(made: Iterable[T | Unreadable]) -> Iterator[T]:
@@ -315,7 +303,7 @@ def _make_tars(plan: BuildPlan, *, title: str, num_workers: int) -> list[MadeTar
 
 def _write_index(plan: BuildPlan, tars: list[MadeTar]) -> Manifest:
     """Write what lies beside the tars, the manifest last."""
-    out, how_made, num_points = plan.scan.directory, plan.how_made, plan.ingredients.num_points
+    out, how_made = plan.scan.directory, plan.how_made
     scanned, beside = [tar.scanned for tar in tars], []
     if plan.overlay is not None and plan.baked is None:
         assert plan.ingredients.overlay is not None
@@ -335,25 +323,16 @@ def _write_index(plan: BuildPlan, tars: list[MadeTar]) -> Manifest:
             beside.append(SOURCE_DIGESTS_NAME)
     description = Description(
         how_made=how_made,
-        input_shape=(
-            _stored_shape(plan.ingredients.source, plan.baked, plan.order) if num_points is None else (num_points,)
-        ),
+        input_shape=plan.input_shape,
         mean=mean,
         std=std,
         labels=dict(plan.labels),
-        medium="picture" if num_points is None else "sound",
+        medium="picture" if plan.ingredients.num_points is None else "sound",
         sample_rate=plan.ingredients.sample_rate,
         any_size=plan.keeps_files,
         overlay=plan.overlay,
     )
     return write_index(scanned, out, description, fields=plan.scan.fields, numbered=True, beside=beside)
-
-
-def _stored_shape(source: Source, baked: Overlay | None, order: NDArray[np.int64]) -> Shape:
-    """Return channels, height and width of the stored pictures."""
-    height, width, num_channels = first_record(source, order.tolist()).content.shape
-    shape = (num_channels, height, width)
-    return baked.output_shape(shape) if isinstance(baked, PixelOverlay) else shape
 
 
 def _check_finished(directory: Path, plan: BuildPlan, *, num_workers: int) -> Manifest:

@@ -176,11 +176,18 @@ def open_picture_overlay(given: OverlayInputs) -> PixelOverlay:
     return overlay.open(given)
 
 
-def labels_of_overlay(overlay: Overlay) -> dict[str, LabelEntry]:
-    """Return every label that an overlay gives, by name, without counts."""
+def with_overlay(labels: dict[str, LabelEntry], overlay: Overlay | None) -> dict[str, LabelEntry]:
+    """Return labels by name, and those that an overlay gives, without counts.
+
+    Raises `UserError` if both have a label of the same name.
+    """
+    if overlay is None:
+        return labels
     classes = {OVERLAY: (overlay.title, overlay.class_names)}
     classes |= {name: (label.title, label.classes) for name, label in overlay.more_labels.items()}
-    return {
+    if both := sorted(labels.keys() & classes.keys()):
+        raise UserError(f"the source and the overlay both give the label {both[0]}; rename it in one of them")
+    return labels | {
         name: LabelEntry(title=title, classes=names, given_by="overlay") for name, (title, names) in classes.items()
     }
 

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Final, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from data_pipeline.building.catalogue import labels_of_overlay, open_picture_overlay
+from data_pipeline.building.catalogue import open_picture_overlay, with_overlay
 from data_pipeline.building.datasets import TAR_PICTURE_SIZE
 from data_pipeline.building.locks import locked
 from data_pipeline.building.pool import run_all
@@ -131,9 +130,6 @@ def make_index(
         mean, std = mean_and_std(tars)
         if overlay is not None and len(mean) != 3:
             raise UserError(f"{location} holds pictures of {len(mean)} channels, and overlays are drawn on RGB")
-        drawn = {} if overlay is None else labels_of_overlay(overlay)
-        if both := sorted(labels.keys() & drawn.keys()):
-            raise UserError(f"--label and the overlay both give the label {both[0]}; give yours another name")
         entry = None
         if overlay is not None:
             save_overlay(overlay, partial_path(out, OVERLAY_NAME))
@@ -150,7 +146,7 @@ def make_index(
             input_shape=(len(mean), size, size),
             mean=mean,
             std=std,
-            labels={**labels, **drawn},
+            labels=with_overlay(labels, overlay),
             any_size=True,
             overlay=entry,
         )
@@ -208,7 +204,9 @@ def write_index(
     labels = dict(description.labels)
     for name, label in description.stored_labels.items():
         number_of = (numbers or {}).get(name, {word: number for number, word in enumerate(label.classes)})
-        label_N = _numbers_of(number_of, [(tar.labels[name], tar.label_of[name]) for tar in tars])
+        # The last entry is for samples without a label.
+        classes = [np.array([*(number_of.get(word, NO_LABEL) for word in tar.labels[name]), NO_LABEL]) for tar in tars]
+        label_N = np.concatenate([of_tar[tar.label_of[name]] for of_tar, tar in zip(classes, tars, strict=True)])
         counts = np.bincount(label_N[label_N >= 0], minlength=len(label.classes))
         labels[name] = label.model_copy(update={"counts": tuple(counts.tolist())})
         contents[labels_name(name)] = label_N.astype("<i4").tobytes()
@@ -239,15 +237,6 @@ def write_index(
         if (partial := partial_path(out, name)).exists():
             partial.replace(out / name)
     return manifest
-
-
-def _numbers_of(
-    number_of: Mapping[str, int], found: Sequence[tuple[tuple[str, ...], NDArray[np.int32]]]
-) -> NDArray[np.int64]:
-    """Return the number of the class of each sample, from the values in each tar and the numbers of these."""
-    # The last entry is for samples without a label.
-    of_class = [np.array([*(number_of.get(word, NO_LABEL) for word in words), NO_LABEL]) for words, _ in found]
-    return np.concatenate([numbers_W[label_N] for numbers_W, (_, label_N) in zip(of_class, found, strict=True)])
 
 
 def _stored(path: str, out: Path) -> str:

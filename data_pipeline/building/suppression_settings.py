@@ -31,7 +31,7 @@ class Setting:
         unit: what the difficulty counts, for reports.
         difficulties: the values of the option, the easiest for the hard feature first, for each scale.
         image_size: height and width in pixels, for each scale, if the source lets one choose; else None.
-        source_options: the other options of the source, for each scale.
+        source_options: the other options of the source.
     """
 
     title: str
@@ -43,7 +43,7 @@ class Setting:
     unit: str = ""
     difficulties: Mapping[Scale, tuple[OptionValue, ...]] = field(default_factory=dict)
     image_size: Mapping[Scale, int] = field(default_factory=dict)
-    source_options: Mapping[Scale, Mapping[str, OptionValue]] = field(default_factory=dict)
+    source_options: Mapping[str, OptionValue] = field(default_factory=dict)
 
     @property
     def is_sound(self) -> bool:
@@ -62,7 +62,7 @@ class Setting:
         self, part: Literal["overlay", "source"], *, difficulty: str, split: str, scale: Scale
     ) -> dict[str, OptionValue]:
         """Return the options of the overlay or of the source for a difficulty."""
-        options = dict(self.source_options.get(scale, {})) if part == "source" else {}
+        options = dict(self.source_options) if part == "source" else {}
         if part == "source" and scale in self.image_size:
             options["image_size"] = self.image_size[scale]
         if self.varies is not None and self.varies[0] == part:
@@ -96,7 +96,7 @@ SETTINGS: Final[Mapping[str, Setting]] = {
         difficulties={"full": (20, 30, 40, 50, 60, 70, 80), "small": (12, 16, 24)},
         # A digit of 20 pixels on 32: smaller ones the small network does not learn in its steps, even from labels.
         image_size={"full": 112, "small": 32},
-        source_options={scale: {"digit_size": 20} for scale in ("full", "small")},
+        source_options={"digit_size": 20},
     ),
     "tiled_digits": Setting(
         title="Digits on photos",
@@ -118,7 +118,7 @@ SETTINGS: Final[Mapping[str, Setting]] = {
         unit="correlation",
         difficulties={"full": _SHARES, "small": _THREE_SHARES},
         image_size={"full": 224, "small": 48},
-        source_options={"full": {"correlated": "colour"}, "small": {"correlated": "colour"}},
+        source_options={"correlated": "colour"},
     ),
     "dominoes": Setting(
         title="Dominoes",

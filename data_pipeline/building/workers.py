@@ -43,6 +43,7 @@ class BuildPlan:
         overlay: the entry of the overlay in the manifest, which says when it is drawn.
         labels: every label of the source and the overlay, without counts.
         order: the record of each sample, (num_records,); each repeat begins again.
+        input_shape: (C, H, W) of the stored pictures, or (T,) of sounds in a batch.
         keeps_files: whether the files of a folder are stored as they are.
         scan: how a tar is scanned; its directory is that of the tars.
     """
@@ -52,6 +53,7 @@ class BuildPlan:
     overlay: OverlayEntry | None
     labels: Mapping[str, LabelEntry]
     order: NDArray[np.int64]
+    input_shape: tuple[int, ...]
     num_samples_per_shard: int
     keeps_files: bool
     scan: ScanInputs

@@ -28,7 +28,7 @@ from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import Record
 from data_pipeline.core.schema import ImageSize, Schema, Share
 from data_pipeline.sources import LabelColumn, SourceInputs
-from data_pipeline.sources.procedural import phase
+from data_pipeline.sources.procedural import DEFAULT_NUM_RECORDS, phase
 
 Coordinate = NDArray[np.float64]  # (H, W): x or y of every point of a picture
 Region = NDArray[np.bool_]  # (H, W): the points that a form covers
@@ -37,7 +37,6 @@ Texture = Callable[[Coordinate, Coordinate, Generator], Region]  # of x and y in
 
 DEFAULT_IMAGE_SIZE: Final = 64
 SMALLEST_IMAGE_SIZE: Final = 48  # pixels: on smaller pictures the textures cannot be told apart
-DEFAULT_NUM_RECORDS: Final[Mapping[str, int]] = {"train": 10_000, "test": 2_000}
 _PUBLISHED_SIZE = 224  # pixels, like the two below
 _SHAPE_SIZE = 128
 _PERIOD, _LEAST_PERIOD = 10, 6
