@@ -9,8 +9,10 @@ from trainer.config import RunConfig
 def check_sections(config: RunConfig, *, where: str) -> None:
     """Raise `UserError` that begins with `where` if sections of a config that was parsed do not fit each other."""
     try:
-        for rule in _RULES:
-            rule(config)
+        _check_views(config)
+        for section in (config.views, config.encoder, config.objective, config.engine):
+            section.check(config)
+        _check_neighbours(config)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
 
@@ -26,49 +28,35 @@ def check_classes(config: RunConfig) -> None:
         )
 
 
-def _adversary_belongs_to_the_viewmaker(config: RunConfig) -> None:
-    if config.views.is_learned != (config.adversary is not None):
+def _check_views(config: RunConfig) -> None:
+    """Raise `ValueError` if encoder, objective or adversary do not take the views, or the encoder not the data."""
+    views, num = config.views, 2 + config.views.num_further
+    if views.is_learned != (config.adversary is not None):
         raise ValueError(
-            f'views of kind "{config.views.kind}" {"need" if config.adversary is None else "take no"} section '
+            f'views of kind "{views.kind}" {"need" if config.adversary is None else "take no"} section '
             "`adversary`, which holds the training of learned views, such as a viewmaker"
         )
-
-
-def _the_encoder_takes_the_data(config: RunConfig) -> None:
     if config.data.mel is not None and config.encoder.in_channels != 1:
         raise ValueError(
             f"spectrograms have one channel, but encoder.in_channels is {config.encoder.in_channels}; set "
             "encoder.in_channels=1, and encoder.mean and encoder.std to null"
         )
-
-
-def _each_section_fits_the_others(config: RunConfig) -> None:
-    for section in (config.views, config.encoder, config.objective, config.engine):
-        section.check(config)
-
-
-def _the_objective_takes_all_views(config: RunConfig) -> None:
-    if config.views.num_further == 0:
-        return
-    num = 2 + config.views.num_further
-    if not config.objective.takes_further_views:
+    if num > 2 and not config.objective.takes_further_views:
         raise ValueError(
-            f"objective.kind={config.objective.kind} takes two views of a sample, but views.kind={config.views.kind} "
+            f"objective.kind={config.objective.kind} takes two views of a sample, but views.kind={views.kind} "
             f"makes {num}; set objective.kind=dino, or another views.kind"
         )
-    if config.views.is_learned:
-        raise ValueError(f"views.kind={config.views.kind} is learned and makes {num} views; learned views are two")
-
-
-def _batch_norm_can_split_all_views(config: RunConfig) -> None:
-    if config.encoder.batch_norm == "split" and config.view_forwards == "one" and config.views.num_further > 1:
+    if num > 2 and views.is_learned:
+        raise ValueError(f"views.kind={views.kind} is learned and makes {num} views; learned views are two")
+    if num > 3 and config.encoder.batch_norm == "split" and config.view_forwards == "one":
         raise ValueError(
             "encoder.batch_norm=split with view_forwards=one cuts the further views of "
-            f"views.kind={config.views.kind} into other groups on another number of ranks; set view_forwards=two"
+            f"views.kind={views.kind} into other groups on another number of ranks; set view_forwards=two"
         )
 
 
-def _batches_can_be_grouped(config: RunConfig) -> None:
+def _check_neighbours(config: RunConfig) -> None:
+    """Raise `ValueError` if batches cannot be grouped by near neighbours, which the config asks for."""
     if config.neighbours is None:
         return
     size = config.neighbours.group_size
@@ -85,13 +73,3 @@ def _batches_can_be_grouped(config: RunConfig) -> None:
         raise ValueError(
             f"neighbours.from_epoch is {config.neighbours.from_epoch}, but the last epoch is {config.num_epochs - 1}"
         )
-
-
-_RULES = (
-    _adversary_belongs_to_the_viewmaker,
-    _the_encoder_takes_the_data,
-    _each_section_fits_the_others,
-    _the_objective_takes_all_views,
-    _batch_norm_can_split_all_views,
-    _batches_can_be_grouped,
-)

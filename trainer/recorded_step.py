@@ -18,7 +18,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -80,25 +80,14 @@ def why_not_by_default(config: RunConfig) -> str | None:
     return None
 
 
-class Recorder(Protocol):
-    """A way to record what a function launches."""
-
-    def warm_up(self, run: Callable[[], T]) -> T:
-        """Call `run`, under the same conditions as `record` will."""
-        ...
-
-    def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        """Record `run` without effect on any tensor. Return its result, and a function that fills it by a replay."""
-        ...
-
-
 class CudaGraphs:
-    """A recorder of CUDA graphs."""
+    """A recorder of what a function launches, as a CUDA graph."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def warm_up(self, run: Callable[[], T]) -> T:
+        """Call `run`, under the same conditions as `record` will."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             result = run()
@@ -106,6 +95,7 @@ class CudaGraphs:
         return result
 
     def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        """Record `run` without effect on any tensor. Return its result, and a function that fills it by a replay."""
         graph = torch.cuda.CUDAGraph()
         with (
             torch.cuda.stream(torch.cuda.current_stream()),  # torch does not leave its stream if a recording fails
@@ -164,7 +154,7 @@ class RecordedStep:
     recording fails, training goes on without it, after a warning.
     """
 
-    def __init__(self, step: TrainingStep, recorder: Recorder, *, stateful: list[nn.Module]) -> None:
+    def __init__(self, step: TrainingStep, recorder: CudaGraphs, *, stateful: list[nn.Module]) -> None:
         """Make a step that is not recorded yet; `stateful` are all modules whose buffers a step may replace."""
         self._step, self._recorder, self._stateful = step, recorder, stateful
         self._form: _Form = ()  # of the newest step; `_inputs` and `_recording` are of this form
@@ -181,10 +171,6 @@ class RecordedStep:
     @property
     def loss_scale(self) -> LossScale:
         return self._step.loss_scale
-
-    @loss_scale.setter
-    def loss_scale(self, loss_scale: LossScale) -> None:
-        self._step.loss_scale = loss_scale
 
     def __call__(self, batch: Batch, *, learning_rates: Mapping[str, float]) -> StepOutput:
         """Train on a batch, as `TrainingStep` does. Views and embeddings are valid until the next step."""

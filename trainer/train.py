@@ -163,7 +163,7 @@ class TrainingLoop:
     def _finish(self, num_done: int) -> None:
         """Wait for the newest checkpoint, and mark a finished run."""
         with stage("checkpoint"):
-            self.checkpoints.close()
+            self.checkpoints.wait()
         if num_done == self.steps.stop and rank() == 0:
             # Before the log is closed, which may take long: a kill meanwhile would leave a finished run unmarked.
             add_to_provenance(self.run_dir, finished_step=num_done, total_wall_seconds=self.counters.wall_seconds)

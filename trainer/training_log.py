@@ -116,18 +116,15 @@ class TrainingLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._tracker is None:
+            return
         try:
-            self.close(failed=kind is not None)
+            with self._watchdog.patience("closing the log"):
+                self._tracker.close(failed=kind is not None)
         except Exception as closing_error:
             if kind is None:
                 raise
             logger.warning("the log of the run could not be closed: %s", closing_error)  # the error of training is kept
-
-    def close(self, *, failed: bool = False) -> None:
-        """Close the files and servers to which the first rank writes. `failed` says whether training has failed."""
-        if self._tracker is not None:
-            with self._watchdog.patience("closing the log"):
-                self._tracker.close(failed=failed)
 
     def _metrics(
         self, output: StepOutput, learning_rates: Mapping[str, float], num_done: int, *, epoch: int

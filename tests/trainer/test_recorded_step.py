@@ -77,7 +77,7 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in tensors_of(part)]
 
 
-class LikeAGraph:
+class LikeAGraph(CudaGraphs):
     """A recorder that recomputes: recording changes no state, and a replay overwrites the recorded results."""
 
     def __init__(self, training: Training) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from data_pipeline.core.errors import UserError
 from trainer.checkpoint.files import (
     OBJECTIVE,
     RUN,
-    SUFFIX,
     CheckpointIndex,
     DamagedError,
     check_sizes,
@@ -106,28 +105,18 @@ def restore(
         return Restored(0, None)
     found, directory = Restored(index.step, index.run), run_dir.checkpoint(index.step)
     _, states = on_every_rank(lambda: read_first or (index, _read_the_same(directory, index)))
-    wanted = {name: engine.module_state() for name, engine in engines.items() if name != OBJECTIVE}
     starts_anew = remembers is not None and found.has_other_train_set(remembers)
-    others = {OBJECTIVE: {} if starts_anew else objective.saved_state(), RUN: dict(extra or {})}
-    wanted |= {name: state for name, state in others.items() if state}
+    loads_objective = bool(objective.saved_state()) and not starts_anew
 
     def load() -> None:
-        for name in [*wanted, *(f"{name}_optimizer" for name in engines)]:
-            if name not in states:
-                raise UserError(_cannot_load(directory, f"{name}{SUFFIX} is missing"))
-        for name, state in wanted.items():
-            _check_fits(directory / f"{name}{SUFFIX}", states[name], state)
-        if OBJECTIVE in wanted:
-            objective.load_state_dict(states[OBJECTIVE])
-        for name, engine in engines.items():
-            module_state = engine.module_state() if name == OBJECTIVE else states[name]
-            try:
+        with _fitting(directory):
+            if loads_objective:
+                objective.load_state_dict(states[OBJECTIVE])
+            for name, engine in engines.items():
+                module_state = engine.module_state() if name == OBJECTIVE else states[name]
                 engine.load(module_state, states[f"{name}_optimizer"])
-            except RuntimeError as error:
-                path = directory / f"{name}_optimizer{SUFFIX}"
-                raise UserError(_cannot_load(path, str(error).splitlines()[0])) from None
-        for name, tensor in wanted.get(RUN, {}).items():
-            tensor.copy_(states[RUN][name])
+            for name, tensor in (extra or {}).items():
+                tensor.copy_(states[RUN][name])
 
     on_every_rank(load)
     if starts_anew and rank() == 0:
@@ -149,9 +138,9 @@ def load_weights(
     if whole is None:
         raise UserError(f"{run_dir.path} has no checkpoint yet; train it, or use step 0, the untrained encoder")
     index, states = whole
-    for name, module in modules.items():
-        _check_fits(run_dir.checkpoint(index.step) / f"{name}{SUFFIX}", states[name], module.state_dict())
-        module.load_state_dict(states[name])
+    with _fitting(run_dir.checkpoint(index.step)):
+        for name, module in modules.items():
+            module.load_state_dict(states[name])
     return index.step, Restored(index.step, index.run).trained_on
 
 
@@ -199,7 +188,9 @@ def _read_step(run_dir: RunDir, step: int, *, only: Collection[str]) -> _Whole:
     try:
         return _read(run_dir, step, only=only)
     except DamagedError as error:
-        raise UserError(_cannot_load(directory, str(error))) from None
+        raise UserError(
+            f"cannot load {directory} ({error}); remove that checkpoint or pass another --run-dir"
+        ) from None
 
 
 def _read(run_dir: RunDir, step: int, *, only: Collection[str] | None) -> _Whole:
@@ -219,20 +210,15 @@ def _read_the_same(directory: Path, index: CheckpointIndex) -> _States:
         ) from None
 
 
-def _check_fits(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """Raise `UserError` with the name of the first tensor that differs in shape, or is in only one of the two."""
-
-    def shape(state: Mapping[str, Tensor], name: str) -> str:
-        return f"of shape {tuple(state[name].shape)}" if name in state else "absent"
-
-    for name in [*wanted, *(name for name in found if name not in wanted)]:
-        in_file, in_config = shape(found, name), shape(wanted, name)
-        if in_file != in_config:
-            raise UserError(
-                f"{path} has another architecture ({name} is {in_file} there and {in_config} by this config); go on "
-                "with the config that it was trained with, or pass another --run-dir"
-            )
-
-
-def _cannot_load(path: Path, reason: str) -> str:
-    return f"cannot load {path} ({reason}); remove that checkpoint or pass another --run-dir"
+@contextlib.contextmanager
+def _fitting(directory: Path) -> Iterator[None]:
+    """Raise `UserError` if the states of a checkpoint do not fit, with the words of torch on the first difference."""
+    try:
+        yield
+    except (RuntimeError, KeyError) as error:
+        words = " ".join(str(error).splitlines()[:2]).split()
+        reason = f"{error} is missing" if isinstance(error, KeyError) else " ".join(words)
+        raise UserError(
+            f"{directory} has another architecture or optimizer than this config ({reason}); go on with the config "
+            "that it was trained with, or pass another --run-dir"
+        ) from None

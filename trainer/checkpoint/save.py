@@ -88,7 +88,7 @@ class HostMemory:
 class CheckpointWriter:
     """A writer of a run's checkpoints in the background, one at a time, which keeps the newest `keep`.
 
-    Every rank has one, and must call `save` and `close` at the same steps. If the thread of the first rank fails, the
+    Every rank has one, and must call `save` and `wait` at the same steps. If the thread of the first rank fails, the
     next of these calls raises its error there, and ends the other ranks. As a context manager, it closes itself; after
     an exception in the loop, it still finishes the checkpoint that is being written.
 
@@ -140,7 +140,7 @@ class CheckpointWriter:
             SystemExit: with status 2, on the other ranks in these cases, so that only one rank reports.
         """
         began = time.perf_counter()
-        self._flush()
+        self.wait()
         states = _states_of(engines, objective_state, extra or {})
         on_every_rank(functools.partial(_check_replicas, self._run_dir, step, first_difference(states)))
         if rank() > 0:
@@ -164,10 +164,6 @@ class CheckpointWriter:
         self._in_flight = _Write(step, write)
         self._in_flight.start()
 
-    def close(self) -> None:
-        """Wait until everything is written. Raises like `save`. A second call does nothing."""
-        self._flush()
-
     def __enter__(self) -> Self:
         return self
 
@@ -175,15 +171,15 @@ class CheckpointWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is None:
-            self.close()
+            self.wait()
         elif self._in_flight is not None:
             # Runs no collectives, because the other ranks may be anywhere; keeps the original exception.
             self._in_flight.join(self._limit_seconds)
             if self._in_flight.error is not None:
                 logger.warning("%s", self._in_flight.error)
 
-    def _flush(self) -> None:
-        """Wait until the checkpoint in flight is written. If that failed, all ranks end as in `on_first_rank`."""
+    def wait(self) -> None:
+        """Wait until everything is written. Raises like `save`. A second call does nothing."""
         deadline = time.monotonic() + self._limit_seconds
         was_stopping = self._is_stopping()
         while not from_first_rank(functools.partial(self._is_written, deadline), bool):

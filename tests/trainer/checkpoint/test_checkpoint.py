@@ -353,14 +353,15 @@ def test_another_architecture_is_named_by_its_first_tensor_and_both_shapes(tmp_p
     run_dir = RunDir(tmp_path)
     save(run_dir, 10, engines=tiny(num_columns=5))
     with pytest.raises(
-        UserError, match=r"encoder\.safetensors .*\(weight is of shape \(2, 5\) there and of shape \(2, 3\)"
+        UserError,
+        match=r"another architecture .*size mismatch for weight: .* torch\.Size\(\[2, 5\]\) .* torch\.Size\(\[2, 3\]\)",
     ):
         restore_tiny(run_dir)
     bare = {"encoder": DDPEngine(nn.Linear(5, 2, bias=False), optimizer=AdamConfig())}
-    with pytest.raises(UserError, match="absent by this config"):
+    with pytest.raises(UserError, match=r'Unexpected key\(s\) in state_dict: "bias"'):
         restore(run_dir, bare, NT_XENT)
     both = {"viewmaker": tiny()["encoder"]}
-    with pytest.raises(UserError, match=r"viewmaker\.safetensors is missing"):
+    with pytest.raises(UserError, match="'viewmaker' is missing"):
         restore(run_dir, both, NT_XENT)
 
 
@@ -545,7 +546,7 @@ def hang_together(run_dir: RunDir) -> list[str]:
             writer = CheckpointWriter(run_dir, keep=2, **options)
             writer.save(8, engines=tiny(), objective_state={})
             try:
-                writer.close()
+                writer.wait()
             except BaseException as error:
                 found.append(f"{type(error).__name__}: {error}")
     return found

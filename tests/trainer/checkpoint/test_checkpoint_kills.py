@@ -113,7 +113,7 @@ def save(disk: Disk, *steps: int) -> None:
                     tensor.fill_(step)
             tracker.log(step, {"epoch": 0})
             writer.save(step, engines=engines, objective_state={}, extra={"step": torch.tensor(float(step))})
-        writer.close()
+        writer.wait()
         tracker.close()
 
 

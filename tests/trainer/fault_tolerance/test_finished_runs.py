@@ -49,10 +49,10 @@ def start(run_dir: RunDir, config: RunConfig) -> None:
 def test_a_run_that_is_killed_while_its_log_is_closed_is_finished(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(_: TrainingLog, *, failed: bool) -> None:
+    def killed(_: TrainingLog, *__: object) -> None:
         raise KilledError
 
-    monkeypatch.setattr(TrainingLog, "close", killed)
+    monkeypatch.setattr(TrainingLog, "__exit__", killed)
     run_dir = RunDir(tmp_path / "run")
     with pytest.raises(KilledError):
         start(run_dir, config)
