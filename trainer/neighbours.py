@@ -41,9 +41,10 @@ from trainer.data import DataConfig
 from trainer.distributed.collectives import all_gather_rows, on_every_rank, on_first_rank
 from trainer.models.batch_norm import share_running_statistics
 from trainer.models.encoder import Encoder
-from trainer.probes.features import frozen, to_float
+from trainer.probes.features import frozen
 from trainer.run_dir import write_atomically
 from trainer.views.expert_audio import clean_spectrogram
+from trainer.views.inputs import to_floating
 
 _COMPARED_AT_ONCE = 1_024  # samples whose similarity with all others is in memory
 
@@ -189,7 +190,7 @@ class NeighbourSearch:
         features_NF, known_N = torch.empty(0), torch.zeros(num_samples, dtype=torch.bool, device=parameter.device)
         with frozen(encoder):
             for batch in self.stream.batches(range(epoch * num_steps, (epoch + 1) * num_steps)):
-                inputs = to_float(batch.inputs_a, parameter.device)
+                inputs = to_floating(batch.inputs_a.to(parameter.device))
                 inputs = inputs if self.mel is None else clean_spectrogram(inputs, self.mel)
                 features_BF = all_gather_rows(encoder.pooled(inputs.to(parameter.dtype)))
                 index_B = all_gather_rows(batch.index_B)

@@ -105,14 +105,14 @@ def measure(loaded: LoadedRun, config: AlignmentConfig) -> tuple[AlignmentResult
             labels={
                 label: _class_centres(
                     train_views[space].double(),
-                    loaded.train.labels(label)[rows[0]].to(loaded.device),
+                    loaded.train.by_label[label][rows[0]].to(loaded.device),
                     plain[space].double(),
-                    loaded.test.labels(label)[rows[1]].to(loaded.device),
+                    loaded.test.by_label[label][rows[1]].to(loaded.device),
                     class_names=loaded.train.class_names(label),
                 )
                 for label in loaded.test.class_labels
-                if (loaded.train.labels(label)[rows[0]] != NO_LABEL).any()
-                and (loaded.test.labels(label)[rows[1]] != NO_LABEL).any()
+                if (loaded.train.by_label[label][rows[0]] != NO_LABEL).any()
+                and (loaded.test.by_label[label][rows[1]] != NO_LABEL).any()
             },
         )
     result = AlignmentResult(

@@ -5,7 +5,7 @@ Shapes: N samples, V views of each, D dimensions of a space, C pooled features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -92,9 +92,10 @@ class LoadedRun:
             )
         return test
 
-    def choose_rows(self, pictures: Pictures, num: int) -> Tensor:
-        """Draw rows of `num` of the samples, or of all if there are fewer; (num,) int64, ascending."""
-        return choose_rows(len(pictures), num, seed=self.seed)
+    def choose_rows(self, samples: Sized, num: int) -> Tensor:
+        """Draw rows of `num` samples without replacement, or of all if there are fewer; (num,) int64, ascending."""
+        order = generator(self.seed, "samples of an analysis").permutation(len(samples))
+        return torch.from_numpy(order[:num]).sort().values
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -104,12 +105,6 @@ class LoadedRun:
             "checkpoint_step": self.modules.step,
             "test_manifest_sha256": self.test.manifest.sha256,
         }
-
-
-def choose_rows(num_samples: int, num: int, *, seed: int) -> Tensor:
-    """Draw rows of `num` samples without replacement, or of all if there are fewer; (num,) int64, ascending."""
-    order = generator(seed, "samples of an analysis").permutation(num_samples)
-    return torch.from_numpy(order[:num]).sort().values
 
 
 def plain_vectors(loaded: LoadedRun, rows_N: Tensor) -> dict[Space, Tensor]:

@@ -22,9 +22,10 @@ from data_pipeline.core.progress import Progress
 from data_pipeline.core.schema import Schema
 from trainer.analyses.analysis import Analysis, LoadedRun
 from trainer.observability.figures import to_png
-from trainer.probes.features import ViewFunction, to_float
+from trainer.probes.features import ViewFunction
 from trainer.views.colour import NUM_COLOURS
 from trainer.views.expert_image import ExpertImage, ExpertImageConfig
+from trainer.views.inputs import to_floating
 
 # The setting that switches each transform on.
 SWITCHES = {
@@ -85,7 +86,7 @@ def measure(loaded: LoadedRun, config: CollisionConfig) -> tuple[CollisionResult
     if loaded.config.encoder.in_channels != NUM_COLOURS:
         policy = policy.without_colours()
     rows_N = loaded.choose_rows(test, config.num_pictures)
-    images_NCHW = to_float(test.images(rows_N), loaded.device)
+    images_NCHW = to_floating(test.images(rows_N).to(loaded.device))
     if bool((images_NCHW == images_NCHW[0]).all()):  # distances are relative to that of the pictures
         raise UserError(
             f"collision compares pictures, but the test set of {loaded.run_dir.path} has no two different ones; pass a "

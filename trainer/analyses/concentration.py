@@ -30,11 +30,12 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import PositiveFactor, Schema
-from trainer.analyses.analysis import Analysis, LoadedRun, choose_rows
+from trainer.analyses.analysis import Analysis, LoadedRun
 from trainer.observability.figures import to_png
-from trainer.probes.features import Pictures, to_float
+from trainer.probes.features import Pictures
 from trainer.views.colour import NUM_COLOURS
 from trainer.views.expert_image import HUANG_LETTERS, ExpertImage, huang_views
+from trainer.views.inputs import to_floating
 
 PAIRS = tuple("".join(pair) for pair in combinations(HUANG_LETTERS, 2))
 PAIRS_WITHOUT_COLOURS = tuple(pair for pair in PAIRS if not set(pair) & set("cd"))
@@ -90,14 +91,14 @@ def measure(loaded: LoadedRun, config: ConcentrationConfig) -> tuple[Concentrati
     Raises `UserError` for sounds, and if a class has less than two pictures.
     """
     test, seed = loaded.read_test(pictures_for="concentration"), loaded.seed
-    rows_KN = _rows_by_class(test, config.num_per_class, seed=seed)
+    rows_KN = _rows_by_class(loaded, test, config.num_per_class)
     if not rows_KN.numel():
         raise UserError(
             "concentration needs two or more test pictures of each class of the first label, but "
             f"{loaded.config.data.test_dir} lacks them; build a larger one with a label, or index its tars with --label"
         )
     num_classes, num = rows_KN.shape
-    images_KNCHW = to_float(test.images(rows_KN), loaded.device)
+    images_KNCHW = to_floating(test.images(rows_KN).to(loaded.device))
     index_KN = test.index_N[rows_KN].to(loaded.device)
     measured = PAIRS if images_KNCHW.shape[2] == NUM_COLOURS else PAIRS_WITHOUT_COLOURS
     pairs: dict[str, tuple[Concentration, ...]] = {}
@@ -204,13 +205,13 @@ def _concentration(distance_KNN: Tensor, delta: float) -> Concentration:
     )
 
 
-def _rows_by_class(pictures: Pictures, num: int, *, seed: int) -> Tensor:
+def _rows_by_class(loaded: LoadedRun, pictures: Pictures, num: int) -> Tensor:
     """Return rows (K, N) of `num` pictures of each class of the first label; fewer if the smallest class has fewer.
 
     Leaves out classes without pictures: tars with the labels 1 to 10 name a class 0 too. Returns no row if a class has
     a single picture, or if there is no class.
     """
-    labels = [pictures.labels(space) for space in pictures.class_labels[:1]]
+    labels = [pictures.by_label[space] for space in pictures.class_labels[:1]]
     classes = [
         (label_N, number) for label_N in labels for number in label_N[label_N != NO_LABEL].bincount().nonzero()[:, 0]
     ]
@@ -218,7 +219,7 @@ def _rows_by_class(pictures: Pictures, num: int, *, seed: int) -> Tensor:
     num = min([num, *map(len, by_class)])
     if num < 2 or not by_class:
         return torch.empty(0, 0, dtype=torch.int64)
-    return torch.stack([rows_N[choose_rows(len(rows_N), num, seed=seed)] for rows_N in by_class])
+    return torch.stack([rows_N[loaded.choose_rows(rows_N, num)] for rows_N in by_class])
 
 
 def _figure(result: ConcentrationResult) -> bytes:

@@ -63,7 +63,7 @@ def measure(loaded: LoadedRun, config: EmbeddingConfig) -> tuple[EmbeddingResult
             "so there is nothing to map; the encoder has collapsed, or all samples are equal"
         )
     points_N2 = map_of(unit_NC, perplexity=config.perplexity, seed=loaded.seed)
-    labels = {space: loaded.test.labels(space)[rows_N].numpy() for space in loaded.test.class_labels}
+    labels = {space: loaded.test.by_label[space][rows_N].numpy() for space in loaded.test.class_labels}
     result = EmbeddingResult(
         config=config,
         num_samples=len(rows_N),

@@ -141,7 +141,7 @@ def measure(loaded_runs: Sequence[LoadedRun], config: FeatureDropoutConfig) -> t
     if not common:
         raise UserError("the runs were not probed for a common label; run `python -m trainer.probe` on each of them")
     rows_N, index_N = _examples(first, config)
-    if all((first.test.labels(space)[rows_N] == NO_LABEL).all() for space in common):
+    if all((first.test.by_label[space][rows_N] == NO_LABEL).all() for space in common):
         lacking = " or ".join(f"label_{space}" for space in sorted(common))
         raise UserError(
             f"no example has {lacking}, so there is no right class; take another of_sample, or more samples"
@@ -255,10 +255,10 @@ def _judge(
     """Return the judgements of every run on one policy's views, and a description of the policy's own run."""
     loaded = policy.loaded
     labels = {
-        space: loaded.test.labels(space)[rows_N].to(loaded.device)
+        space: loaded.test.by_label[space][rows_N].to(loaded.device)
         for space in loaded.test.class_labels
         if all(space in judge.heads.by_label for judge in judges)
-        and (loaded.test.labels(space)[rows_N] != NO_LABEL).any()
+        and (loaded.test.by_label[space][rows_N] != NO_LABEL).any()
     }
     features: dict[str, list[Tensor]] = {judge.name: [] for judge in judges}
     plain, changes, masks = [], [], []

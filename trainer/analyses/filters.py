@@ -23,7 +23,8 @@ from trainer.analyses.analysis import CPU, Analysis, LoadedRun, RunResult
 from trainer.analyses.embedding import silhouette
 from trainer.observability.figures import GridRow, picture_grid
 from trainer.observability.view_grid import to_nhwc
-from trainer.probes.features import LabelSpace, Pictures, frozen, to_float
+from trainer.probes.features import LabelSpace, Pictures, frozen
+from trainer.views.inputs import to_floating
 
 NUM_COLUMNS = 8
 
@@ -86,7 +87,7 @@ def measure(loaded: LoadedRun, config: FiltersConfig) -> tuple[FiltersResult, by
         num_channels=pooled.shape[1],
         sparsity=sparsity,
         colour_r2=explained_share(colour_NC, pooled),
-        silhouette={space: silhouette(unit, test.labels(space)[rows_N].numpy()) for space in test.class_labels},
+        silhouette={space: silhouette(unit, test.by_label[space][rows_N].numpy()) for space in test.class_labels},
         shown=shown,
         **loaded.facts,
     )
@@ -135,7 +136,7 @@ def _measure(loaded: LoadedRun, rows_N: Tensor) -> tuple[Sparsity, Tensor]:
     try:
         with frozen(encoder):
             for images_BCHW in torch.split(loaded.test.images(rows_N), 256):
-                pooled.append(encoder.pooled(to_float(images_BCHW, loaded.device)).double())
+                pooled.append(encoder.pooled(to_floating(images_BCHW.to(loaded.device))).double())
                 map_BCHW = maps.pop()
                 if map_BCHW.dim() != 4:
                     raise UserError(
@@ -155,7 +156,7 @@ def _picture(test: Pictures, rows_N: Tensor, pooled_NC: Tensor, shown: Sequence[
     """Draw a row for each shown channel: the pictures on which it is highest, the highest first."""
     num = min(NUM_COLUMNS, len(rows_N))
     rows = [
-        GridRow(f"channel {channel}", to_nhwc(to_float(test.images(rows_N[highest_B.cpu()]), CPU)))
+        GridRow(f"channel {channel}", to_nhwc(to_floating(test.images(rows_N[highest_B.cpu()]).to(CPU))))
         for channel, highest_B in zip(shown, pooled_NC[:, list(shown)].topk(num, dim=0).indices.T, strict=True)
     ]
     return picture_grid(rows, column_titles=[""] * num)

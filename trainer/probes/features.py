@@ -32,7 +32,6 @@ from data_pipeline.audio.log_mel import mel_config
 from data_pipeline.core.batch import Batch
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.pixels import from_bytes
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY
 from data_pipeline.core.schema import LabelName
@@ -49,6 +48,7 @@ from trainer.data import DataConfig
 from trainer.distributed.collectives import all_gather_rows, any_rank, rank, world_size
 from trainer.probes.streamed_samples import StreamedSamples, find_readable
 from trainer.views.expert_audio import clean_spectrogram
+from trainer.views.inputs import to_floating
 
 logger = logging.getLogger(__name__)
 
@@ -228,9 +228,6 @@ class Pictures:
         """Return the input of the encoder without a view, for pictures in [0, 1] or for waveforms from `inputs`."""
         return _spectrograms(inputs, self.manifest)
 
-    def labels(self, space: LabelSpace) -> Tensor:
-        return self.by_label[space]
-
     @property
     def class_labels(self) -> tuple[LabelSpace, ...]:
         """Return the labels that are classes, and no numbers."""
@@ -400,7 +397,7 @@ def encode(
     does.
     """
     with torch.no_grad():
-        return shared_rows(lambda part: function(to_float(part, device)), images, chunk_size=batch_size)
+        return shared_rows(lambda part: function(to_floating(part.to(device))), images, chunk_size=batch_size)
 
 
 def shared_rows(
@@ -470,12 +467,3 @@ def empty_features(shape: Sequence[int], *, dtype: torch.dtype, device: torch.de
         f"the features take {num_bytes / 1e9:.3g} GB on each rank, more than half of the free memory; use a machine "
         "with more, fit with views=policy, which keeps no train features, or train with encoder.probe_reads=pooled"
     )
-
-
-def to_float(inputs: Tensor, device: torch.device) -> Tensor:
-    """Return uint8 pictures as float32 in [0, 1] on the device. Spectrograms and waveforms keep their floating type.
-
-    Pictures are moved as bytes, a quarter of the size.
-    """
-    inputs = inputs.to(device)
-    return inputs if inputs.is_floating_point() else from_bytes(inputs)

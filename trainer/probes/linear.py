@@ -43,7 +43,8 @@ from data_pipeline.core.schema import (
     ShareBelowOne,
 )
 from trainer.distributed.collectives import all_gather_rows, rank, world_size
-from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, ViewFunction, to_float
+from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, ViewFunction
+from trainer.views.inputs import to_floating
 
 # The `view` of DrawKeys. Steps use 0 and 1, and in turns 2 and 3. Several viewmaker steps and small crops use 4 and
 # more, so they share draws with a probe of the same seed. Another number would change the bits of old probes.
@@ -287,7 +288,7 @@ def drawn_batches(
             return DrawKeys(config.seed, epoch, index_B, PROBE_VIEW)
 
         batch = train.inputs(row_B, keys)
-        inputs = to_float(batch.inputs, device)
+        inputs = to_floating(batch.inputs.to(device))
         if config.views == "policy":
             masks_BHW = None if batch.masks_BHW is None else batch.masks_BHW.to(device)
             views_BCHW = view_policy(inputs, keys(train.index_N[row_B].to(device)), masks_BHW)

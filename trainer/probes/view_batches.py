@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys
-from trainer.probes.features import Pictures, ViewFunction, frozen, to_float
+from trainer.probes.features import Pictures, ViewFunction, frozen
+from trainer.views.inputs import to_floating
 
 _BATCH_SIZE = 256
 _MAX_PIXELS = 1 << 20  # of the pictures of a batch: 256 of 64 x 64, 20 of 224 x 224
@@ -55,7 +56,7 @@ def view_batches(
         rows = pictures.ahead(torch.split(rows_N, size), title="views")
         for rows_B, index_B in zip(rows, torch.split(index_N, size), strict=True):
             batch = pictures.inputs(rows_B)
-            inputs = to_float(batch.inputs, device)
+            inputs = to_floating(batch.inputs.to(device))
             keys = DrawKeys(seed=seed, epoch=0, index_B=index_B.to(device), view=view)
             masks_BHW = None if batch.masks_BHW is None else batch.masks_BHW.to(device)
             views_BCHW = policy(inputs, keys, masks_BHW).float()

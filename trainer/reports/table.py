@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 FEATURES, PIXELS = "features", "pixels"
 ACCURACY, R2 = "accuracy", "R2"
-_ROUNDING: Final = 1e-5  # of a share in a file
 _FACTOR: Final = "factor."  # begins the name of a column with a factor
 _PLAIN: Final = {"num_epochs", "views", "batch_norm"}  # settings that the description of a protocol always gives
 _FITTED_ON: Final = {"policy": "views of the run's own policy", "none": "samples without views"}
@@ -225,7 +224,7 @@ def write_csv(rows: Iterable[Measurement]) -> str:
     writer = csv.DictWriter(file, head, lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        values = {name: _text(getattr(row, name)) for name in columns if name != "factors"}
+        values = {name: getattr(row, name) for name in columns if name != "factors"}
         writer.writerow(values | {_FACTOR + name: level for name, level in row.factors.items()})
     return file.getvalue()
 
@@ -245,27 +244,13 @@ def _row(line: Mapping[str, str]) -> Measurement:
     factors = {name.removeprefix(_FACTOR): text for name, text in line.items() if name.startswith(_FACTOR) and text}
     line = {"num_neighbors": "", "measure": ACCURACY, **line}
     values: dict[str, Any] = {one.name: line[one.name] for one in fields(Measurement) if one.name != "factors"}
-    for name in ("seed", "step", "num_right", "num_samples"):
-        values[name] = int(values[name])
+    numbers = {"seed": int, "step": int, "value": float, "num_right": int, "num_samples": int}
+    for name, type_ in numbers.items():
+        values[name] = type_(values[name])
     optional = {"num_steps": int, "num_train": int, "num_neighbors": int, "chance": float, "majority": float}
     for name, type_ in optional.items():
         values[name] = type_(values[name]) if values[name] else None
-    values["value"] = float(values["value"])
-    if values["measure"] == ACCURACY:
-        values["value"] = _fraction(values["value"], values["num_right"], values["num_samples"])
     return Measurement(**values | {"factors": factors})
-
-
-def _fraction(value: float, num_right: int, num_samples: int) -> float:
-    """Return the share of right samples in place of a rounded one, if they agree."""
-    exact = num_right / num_samples
-    return exact if abs(value - exact) < _ROUNDING else value
-
-
-def _text(value: object) -> str:
-    if value is None:
-        return ""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _factors(runs: Sequence[Run]) -> dict[str, dict[str, str]]:
@@ -301,7 +286,7 @@ def _probed(results: Sequence[ProbeResult], shared: Mapping[str, Any], run: Run 
             yield Measurement(
                 **shared_by_result,
                 readout=readout,
-                value=_fraction(value, num_right, result.num_test) if result.penalty is None else value,
+                value=value,
                 measure=ACCURACY if result.penalty is None else R2,
                 num_right=num_right,
                 num_samples=result.num_test,

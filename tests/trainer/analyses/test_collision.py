@@ -71,6 +71,8 @@ def test_blur_contracts_and_flips_do_not(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num", [1, 5])
 def test_a_single_picture_and_equal_ones_are_refused(num: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=num))
-    monkeypatch.setattr(Pictures, "images", lambda pictures, rows: torch.full((len(rows), 3, 16, 16), 7))
+    monkeypatch.setattr(
+        Pictures, "images", lambda pictures, rows: torch.full((len(rows), 3, 16, 16), 7, dtype=torch.uint8)
+    )
     with pytest.raises(UserError, match="has no two different ones"):
         ANALYSIS.analyze([LoadedRun(run_dir)], config=CollisionConfig())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from trainer.analyses.concentration import (
     least_distances,
     sigma_bounds,
 )
-from trainer.probes.features import Pictures
+from trainer.probes.features import Pictures, read_pictures
 from trainer.views.expert_image import ExpertImage, huang_views
 
 
@@ -121,12 +122,19 @@ def test_lonely_pictures_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_class_without_pictures_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=6))
+    data = write_tiny_pair(tmp_path / "data", num_train=4, num_test=6)
+    run_dir, test = write_run(tmp_path / "run", data), read_pictures(data / "test")
     config = ConcentrationConfig(num_views=2, deltas=(10,))
-    monkeypatch.setattr(Pictures, "labels", lambda pictures, space: torch.ones(len(pictures), dtype=torch.int64))
+
+    def give(number: int) -> None:
+        """Let every picture be of this class."""
+        given = replace(test, by_label=dict.fromkeys(test.by_label, torch.full((6,), number)))
+        monkeypatch.setattr(LoadedRun, "read_test", lambda loaded, pictures_for: given)
+
+    give(1)
     _, json_path = ANALYSIS.analyze([LoadedRun(run_dir)], config=config)
     result = ConcentrationResult.parse(json.loads(json_path.read_text()), where="")
     assert (result.num_classes, result.num_pictures) == (1, 6)
-    monkeypatch.setattr(Pictures, "labels", lambda pictures, space: torch.full((len(pictures),), NO_LABEL))
+    give(NO_LABEL)
     with pytest.raises(UserError, match="needs two or more test pictures of each class"):
         ANALYSIS.analyze([LoadedRun(run_dir)], config=config)

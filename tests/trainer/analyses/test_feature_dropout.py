@@ -28,7 +28,7 @@ from trainer.analyses.feature_dropout import (
     right_class_probability,
 )
 from trainer.probed_runs.probing import ProbeOptions, probe_run
-from trainer.probes.features import Pictures, read_pictures
+from trainer.probes.features import read_pictures
 from trainer.probes.heads import Heads, read_heads, write_heads
 from trainer.probes.linear import LinearHead
 from trainer.run_dir import RunDir
@@ -127,14 +127,11 @@ def test_a_dip_is_compared_with_dips_of_as_many_labelled_samples(
         sizes.append(num)
         return uniform_dips(num, num_draws=num_draws, seed=seed)
 
-    def labels(pictures: Pictures, space: str) -> torch.Tensor:
-        label_N = pictures.by_label[space].clone()
-        if space == "overlay":
-            label_N[::3] = NO_LABEL
-        return label_N
-
+    test = read_pictures(data / "test")
+    overlay_N = test.by_label["overlay"].clone()
+    overlay_N[::3] = NO_LABEL
     monkeypatch.setattr(feature_dropout, "uniform_dips", noted)
-    monkeypatch.setattr(Pictures, "labels", labels)
+    monkeypatch.setattr(LoadedRun, "test", replace(test, by_label={**test.by_label, "overlay": overlay_N}))
     ANALYSIS.analyze([LoadedRun(run_dir) for run_dir in runs], config=CONFIG)
     assert set(sizes) == {NUM_TEST, NUM_TEST * 2 // 3}
 
@@ -160,7 +157,7 @@ def test_the_one_sample_is_named_by_its_index(data: Path, tmp_path: Path, monkey
     whole = read_pictures(data / "test")
     shifted = replace(whole, index_N=whole.index_N + 2)
     monkeypatch.setattr(LoadedRun, "test", shifted)
-    is_dark = whole.labels("overlay") == 0  # what a black object is taken for
+    is_dark = whole.by_label["overlay"] == 0  # what a black object is taken for
     row = next(row for row in range(NUM_TEST - 2) if is_dark[row] and not is_dark[row + 2])
     config = CONFIG.model_copy(update={"of_sample": row + 2, "num_examples": 10})
     *_, path = ANALYSIS.analyze([LoadedRun(run_dir) for run_dir in runs], config=config)
@@ -172,7 +169,9 @@ def test_the_one_sample_is_named_by_its_index(data: Path, tmp_path: Path, monkey
 
 def test_examples_without_any_label_are_said(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = plant_two_runs(data, tmp_path, monkeypatch, DropBottom(0.5))
-    monkeypatch.setattr(Pictures, "labels", lambda pictures, space: torch.full((len(pictures),), NO_LABEL))
+    test = read_pictures(data / "test")
+    without = {space: torch.full_like(label_N, NO_LABEL) for space, label_N in test.by_label.items()}
+    monkeypatch.setattr(LoadedRun, "test", replace(test, by_label=without))
     with pytest.raises(UserError, match="no example has label_base or label_overlay, so there is no right class"):
         ANALYSIS.analyze([LoadedRun(run_dir) for run_dir in runs], config=CONFIG)
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import trainer.exports.encoder
 from data_pipeline.core.errors import UserError
 from tests.trainer.exports.test_export import CIFAR10, features_of, make_run, own_encoder, pictures
+from tests.trainer.reports.made_runs import probe_result
 from trainer import load_encoder
 from trainer.checkpoint.run_state import DataIdentity
 from trainer.export import main
@@ -31,30 +32,6 @@ from trainer.pretrained import ExportHeader, load_modules
 from trainer.run_dir import RunDir, write_json
 
 SMALL_VIT = TimmConfig(name="vit_tiny_patch16_224", options={"img_size": 32, "patch_size": 8, "depth": 1}, **CIFAR10)
-
-
-def probe_result(label: str, *, title: str, accuracy: float) -> dict[str, Any]:
-    """The file of a result, as `trainer.probe` writes it."""
-    return {
-        "label": label,
-        "checkpoint_step": 10,
-        "linear": {
-            "accuracy": accuracy,
-            "accuracy_by_epoch": [accuracy],
-            "train_accuracy_by_epoch": [accuracy],
-        },
-        "knn": {"accuracy": 0.5, "num_neighbors": 200, "temperature": 0.1},
-        "chance": 0.1,
-        "majority_share": 0.11,
-        "class_names": ["a", "b"],
-        "num_train": 5000,
-        "num_test": 2000,
-        "probe_config": {},
-        "train_manifest_sha256": "0" * 64,
-        "test_manifest_sha256": "1" * 64,
-        "seconds": 1.0,
-        "title": title,
-    }
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +72,13 @@ def test_the_hub_is_told_the_size_of_the_inputs(encoder: Any, input_size: Any, s
 
 
 def test_the_card_of_a_run_says_data_settings_steps_and_probes(run_dir: RunDir, tmp_path: Path) -> None:
-    write_json(run_dir.probes(10) / "base.json", probe_result("base", title="picture", accuracy=0.8125))
-    write_json(run_dir.probes(10) / "overlay.json", probe_result("overlay", title="digit", accuracy=0.25))
-    write_json(run_dir.probes(10) / "base-seed_1.json", probe_result("base", title="another", accuracy=0.3))
+    for name, title, accuracy in (
+        ("base", "picture", 0.8125),
+        ("overlay", "digit", 0.25),
+        ("base-seed_1", "another", 0.3),
+    ):
+        result = probe_result(name.partition("-")[0], 10, [accuracy], 2000, title=title)
+        write_json(run_dir.probes(10) / f"{name}.json", result)
     save_pretrained(run_dir.path, tmp_path)
     card = (tmp_path / "README.md").read_text()
     front, _, text = card.removeprefix("---\n").partition("\n---\n")
@@ -105,7 +86,7 @@ def test_the_card_of_a_run_says_data_settings_steps_and_probes(run_dir: RunDir, 
     assert "# tiny-run" in text
     for row in ("| objective | nt_xent |", "| views | expert_image |", "| encoder | resnet10 |", "| steps | 10 of 32 "):
         assert row in text
-    assert "| picture | 81.2 | 50.0 | 11.0 | 10.0 | 200 | 2,000 |" in text
+    assert "| picture | 81.2 | 80.2 | 11.3 | 10.0 | 200 | 2,000 |" in text
     assert "| digit | 25.0 |" in text
     assert "another" not in text
     assert str(run_dir.path) not in text + (tmp_path / "config.json").read_text()
@@ -164,7 +145,7 @@ def test_the_card_of_a_run_shows_its_inputs_and_the_probes_on_its_train_set(
     data = DataIdentity(train_manifest_sha256="2" * 64, test_manifest_sha256="1" * 64)
     modules = replace(load_modules(run), trained_on=data)
     monkeypatch.setattr(trainer.exports.encoder, "load_modules", lambda run_dir, step: modules)
-    of_data, of_others = (probe_result("base", title=title, accuracy=0.5) for title in ("measured", "replaced"))
+    of_data, of_others = (probe_result("base", 10, [0.5], 2000, title=title) for title in ("measured", "replaced"))
     write_json(run.probes(10) / "base.json", of_data | {"train_manifest_sha256": "2" * 64})
     write_json(run.probes(10) / "overlay.json", of_others | {"label": "overlay"})
     save_pretrained(run, tmp_path / "hub")

@@ -166,10 +166,10 @@ def test_the_heads_that_are_kept_score_what_was_reported(data: Path, probed: Pro
         features_NF = encoder.features(test.images_NCHW / 255)
     for space, head in heads.by_label.items():
         result = read_result(run_dir.probes(0) / f"{space}.json")
-        assert accuracy(head.classes(features_NF), test.labels(space)) == result.linear.accuracy
+        assert accuracy(head.classes(features_NF), test.by_label[space]) == result.linear.accuracy
         right_N = unpack_right(result.right_samples["linear"], num_test=result.num_test)
         assert right_N is not None
-        assert right_N.tolist() == (head.classes(features_NF) == test.labels(space)).tolist()
+        assert right_N.tolist() == (head.classes(features_NF) == test.by_label[space]).tolist()
     assert list(heads.by_label) == ["base", "overlay"]
     assert heads.made_by.startswith("probe with num_epochs 5, batch_size 128, ")
     assert "online" not in heads.made_by

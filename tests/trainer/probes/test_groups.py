@@ -87,8 +87,8 @@ def partial(num: int, *, seed: int, share: float) -> Pictures:
     """Toy pictures of which some have no overlay label."""
     pictures = toy_pictures(num, seed=seed)
     lacks_N = torch.rand(num, generator=torch.Generator().manual_seed(seed)) < share
-    overlay_N = torch.where(lacks_N, NO_LABEL, pictures.labels("overlay"))
-    by_label = {"base": pictures.labels("base"), "overlay": overlay_N}
+    overlay_N = torch.where(lacks_N, NO_LABEL, pictures.by_label["overlay"])
+    by_label = {"base": pictures.by_label["base"], "overlay": overlay_N}
     return Pictures(pictures.manifest, pictures.images_NCHW, pictures.masks_NHW, pictures.index_N, by_label)
 
 
@@ -107,8 +107,8 @@ def test_samples_without_a_label_are_no_neighbours_and_no_test_samples() -> None
         [bank_NC] = encode(lambda x_BCHW: [encoder.pooled(x_BCHW)], train.images_NCHW, device=CPU)
         [queries_QC] = encode(lambda x_BCHW: [encoder.pooled(x_BCHW)], test.images_NCHW, device=CPU)
     targets = label_targets(train, test)
-    in_train, in_test = (part.labels("overlay") != NO_LABEL for part in (train, test))
-    whole = Target(train.labels("overlay")[in_train], test.labels("overlay")[in_test], num_classes=3)
+    in_train, in_test = (part.by_label["overlay"] != NO_LABEL for part in (train, test))
+    whole = Target(train.by_label["overlay"][in_train], test.by_label["overlay"][in_test], num_classes=3)
     expected = knn_classes(bank_NC[in_train], queries_QC[in_test], whole, num_neighbors=9)
     assert torch.equal(knn_classes(bank_NC, queries_QC, targets["overlay"], num_neighbors=9)[in_test], expected)
 
@@ -117,7 +117,7 @@ def test_the_online_probe_leaves_out_samples_without_a_label() -> None:
     train, test = partial(203, seed=0, share=0.3), partial(103, seed=1, share=0.3)
     encoder: Any = ToyEncoder()
     found = OnlineProbe(encoder, train=train, test=test, device=CPU, dtype=torch.float32)()
-    in_train, in_test = ((part.labels("overlay") != NO_LABEL).nonzero()[:, 0] for part in (train, test))
+    in_train, in_test = ((part.by_label["overlay"] != NO_LABEL).nonzero()[:, 0] for part in (train, test))
     alone = OnlineProbe(
         encoder, train=only(train, in_train), test=only(test, in_test), device=CPU, dtype=torch.float32
     )()

@@ -155,7 +155,7 @@ def test_the_samples_are_some_of_those_that_the_probe_command_reads(overlay: Any
     torch.testing.assert_close(some.images_NCHW, whole.images_NCHW[rows], rtol=1e-5, atol=1e-5)
     assert list(some.by_label) == list(whole.by_label) == ["base", "overlay"][: 1 if overlay == "none" else 2]
     for space, label_N in whole.by_label.items():
-        assert torch.equal(some.labels(space), label_N[rows])
+        assert torch.equal(some.by_label[space], label_N[rows])
     if whole.masks_NHW is not None:
         assert some.masks_NHW is not None
         assert torch.equal(some.masks_NHW, whole.masks_NHW[rows])

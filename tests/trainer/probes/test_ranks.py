@@ -9,19 +9,14 @@ from unittest import mock
 import pytest
 import torch
 
-from configs import debug
 from data_pipeline.core.errors import UserError
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_pair
-from trainer.modules import build_modules
-from trainer.probed_runs import readout
+from tests.trainer.probes.toy import read_out
 from trainer.probes import linear
 from trainer.probes.features import read_pictures, shared_rows
 
 pytestmark = pytest.mark.ranks
-
-CPU = torch.device("cpu")
-
 
 SIZES = [(103, 16), (103, 128), (1, 16), (48, 16), (17, 16), (103, 1)]  # samples, and how many go at once
 
@@ -37,24 +32,14 @@ def test_each_sample_comes_once_and_in_its_place() -> None:
     assert run_ranks(rows_of_all, 3) == [[list(range(num)) for num, _ in SIZES]] * 3
 
 
-def read_out(directory: Path, views: str, num_steps: int) -> Any:
-    """Return results and heads of a real encoder. 3 ranks divide neither the 53 test samples nor the steps.
-
-    `num_steps` are encoded at once.
-    """
-    recipe = debug.image()
-    modules = build_modules(recipe)
-    config = recipe.probe.model_copy(update={"num_epochs": 2, "batch_size": 8, "views": views, "learning_rate": 0.1})
-    train, test = read_pictures(directory / "train"), read_pictures(directory / "test")
-    with mock.patch.object(linear, "_steps_at_once", return_value=num_steps):
-        found = readout.read_out(modules.encoder, modules.view_policy, train, test, config, CPU, step=0, facts={})
-    results = {space: result.model_dump(exclude={"seconds"}) for space, result in found.results.items()}
-    heads = {space: (head.weight_KF.tolist(), head.bias_K.tolist()) for space, head in found.heads.by_label.items()}
-    return results, heads
-
-
 def read_out_both(directory: Path) -> Any:
-    return read_out(directory, "policy", 3), read_out(directory, "none", 1)
+    """Return results and heads of a real encoder. 3 ranks divide neither the 53 test samples nor the steps."""
+    train, test = read_pictures(directory / "train"), read_pictures(directory / "test")
+    found = []
+    for views, num_steps in (("policy", 3), ("none", 1)):
+        with mock.patch.object(linear, "_steps_at_once", return_value=num_steps):
+            found.append(read_out(train, test, views=views, batch_size=8))
+    return found
 
 
 def test_probes_do_not_depend_on_the_ranks(tmp_path: Path) -> None:

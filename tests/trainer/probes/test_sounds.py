@@ -45,8 +45,8 @@ def test_what_is_read_is_the_spectrogram_of_what_an_evaluation_reads(data: Path)
     assert pictures.images_NCHW.dtype == torch.float32
     assert pictures.masks_NHW is None
     assert torch.equal(pictures.index_N, index_N)
-    assert torch.equal(pictures.labels("base"), base_N)
-    assert torch.equal(pictures.labels("overlay"), overlay_N)
+    assert torch.equal(pictures.by_label["base"], base_N)
+    assert torch.equal(pictures.by_label["overlay"], overlay_N)
     rows = torch.tensor([5, 2, 30])
     assert torch.equal(pictures.inputs(rows).inputs, waveforms_NT[rows])
 
@@ -62,7 +62,7 @@ def test_a_redraw_has_the_crop_and_the_background_that_training_would_draw(data:
     assert torch.equal(redrawn.inputs, batch.inputs_a)
     assert torch.equal(redrawn.labels["overlay"], batch.labels["overlay"])
     assert torch.equal(redrawn.labels["base"], batch.labels["base"])
-    assert not torch.equal(redrawn.labels["overlay"], pictures.labels("overlay")[order])
+    assert not torch.equal(redrawn.labels["overlay"], pictures.by_label["overlay"][order])
 
 
 def test_sounds_with_the_background_baked_in_and_without_one(tmp_path: Path) -> None:

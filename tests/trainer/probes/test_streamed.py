@@ -25,11 +25,11 @@ from data_pipeline.storage.store import SampleStore
 from tests.gloo import run_ranks
 from tests.tiny_data import damage, write_tiny_dataset, write_tiny_pair
 from tests.trainer.probed_runs.test_probe_command import make_run
+from tests.trainer.probes.toy import read_out
 from tests.trainer.test_tars import write_tars
 from trainer.analyses.analysis import LoadedRun
 from trainer.analyses.views import ANALYSIS, ViewsAnalysisConfig
 from trainer.modules import build_modules
-from trainer.probed_runs import readout
 from trainer.probes import features
 from trainer.probes.features import Pictures, read_pictures
 from trainer.probes.view_batches import view_batches
@@ -88,7 +88,7 @@ def check_rows(directory: Path) -> None:
     assert torch.equal(streamed.index_N, resident.index_N)
     assert streamed.by_label.keys() == resident.by_label.keys()
     for space in resident.by_label:
-        assert torch.equal(streamed.labels(space), resident.labels(space))
+        assert torch.equal(streamed.by_label[space], resident.by_label[space])
     rows = torch.tensor([7, 0, 69, 7])
     assert torch.equal(streamed.images(rows), resident.images(rows))
     assert torch.equal(streamed.images(rows.view(2, 2)), resident.images(rows.view(2, 2)))
@@ -109,16 +109,10 @@ def keys_of(index_B: torch.Tensor) -> DrawKeys:
     return DrawKeys(3, 1, index_B, 0)
 
 
-def read_out(directory: Path, views: str, streams: bool) -> Any:
+def results_of(directory: Path, views: str, streams: bool) -> Any:
     """Return the results and the heads of an untrained encoder."""
-    recipe = debug.image()
-    config = recipe.probe.model_copy(update={"num_epochs": 2, "batch_size": 32, "views": views, "learning_rate": 0.1})
     train, test = (read(directory / split, streams=streams) for split in ("train", "test"))
-    modules = build_modules(recipe)
-    found = readout.read_out(modules.encoder, modules.view_policy, train, test, config, CPU, step=0, facts={})
-    results = {space: result.model_dump(exclude={"seconds"}) for space, result in found.results.items()}
-    heads = {space: (head.weight_KF.tolist(), head.bias_K.tolist()) for space, head in found.heads.by_label.items()}
-    return results, heads
+    return read_out(train, test, views=views, batch_size=32)
 
 
 @pytest.mark.parametrize(("views", "num_train_read"), [("none", 70 + 70), ("policy", 70 + 2 * 64 + 70)])
@@ -130,7 +124,7 @@ def test_both_probes_share_one_reading_without_views(
     The results and the heads have the bits of data in memory.
     """
     data = write_tiny_pair(tmp_path, num_train=70, num_test=30)
-    expected, num_read = read_out(data, views, False), Counter[int]()
+    expected, num_read = results_of(data, views, False), Counter[int]()
 
     def counted(store: SampleStore, *arguments: Any, **choices: Any) -> Iterator[Any]:
         for samples in decode_ahead(store, *arguments, **choices):
@@ -138,7 +132,7 @@ def test_both_probes_share_one_reading_without_views(
             yield samples
 
     monkeypatch.setattr("trainer.probes.streamed_samples.decode_ahead", counted)
-    assert read_out(data, views, True) == expected
+    assert results_of(data, views, True) == expected
     assert num_read == {70: num_train_read, 30: 2 * 30}
 
 
@@ -146,8 +140,8 @@ def test_both_probes_share_one_reading_without_views(
 def test_ranks_share_the_reading_and_agree(tmp_path: Path) -> None:
     data = write_tiny_pair(tmp_path, num_train=100, num_test=31, overlay="online")
     damage(data / "train", [5])
-    alone = read_out(data, "policy", False)
-    assert run_ranks(read_out, 3, data, "policy", True) == [alone] * 3
+    alone = results_of(data, "policy", False)
+    assert run_ranks(results_of, 3, data, "policy", True) == [alone] * 3
 
 
 def test_views_and_analyses_read_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

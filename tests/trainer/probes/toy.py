@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from configs import debug
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.storage.manifest import Fields, HowMade, LabelEntry, Manifest, OverlayEntry, Tars
+from trainer.modules import build_modules
+from trainer.probed_runs import readout
 from trainer.probes.features import Pictures
 
 
@@ -52,6 +57,18 @@ def toy_manifest(num: int) -> Manifest:
         tars=Tars(fields=Fields(), numbered=True, num_tars=1, num_bytes=4096 * num),
         files={},
     )
+
+
+def read_out(train: Pictures, test: Pictures, **probe: Any) -> Any:
+    """Return the results, without times, and the heads of an untrained encoder. `probe` holds settings of the probe."""
+    recipe = debug.image()
+    modules = build_modules(recipe)
+    config = recipe.probe.model_copy(update={"num_epochs": 2, "learning_rate": 0.1, **probe})
+    cpu = torch.device("cpu")
+    found = readout.read_out(modules.encoder, modules.view_policy, train, test, config, cpu, step=0, facts={})
+    results = {space: result.model_dump(exclude={"seconds"}) for space, result in found.results.items()}
+    heads = {space: (head.weight_KF.tolist(), head.bias_K.tolist()) for space, head in found.heads.by_label.items()}
+    return results, heads
 
 
 class ToyEncoder(nn.Module):
