@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -54,6 +55,15 @@ InputMean = Annotated[float, Field(ge=-1e6, le=1e6)]
 InputStd = Annotated[float, Field(ge=1e-6, le=1e6)]
 Seconds = Annotated[float, Field(ge=1e-3, le=10**6)]  # up to 11 days: poll() counts milliseconds in 31 bits
 Gigabytes = Annotated[float, Field(gt=0, le=10**9)]  # 10^9 bytes; the bytes are an int64
+
+
+def _check_ascent(limits: tuple[float, float]) -> tuple[float, float]:
+    if limits[0] > limits[1]:
+        raise ValueError("it must be two ascending numbers")
+    return limits
+
+
+Ascending = AfterValidator(_check_ascent)  # of the type of a range: the lowest and the highest value
 
 _MAX_WHOLE = 1e15  # a float that is written without an exponent
 MAX_CHARACTERS = 4_096  # of a `Line`, as of a path on Linux

@@ -43,7 +43,7 @@ def sentence(*overrides: str, recipe: str = "debug:image") -> str:
         (["encoder.head.hidden_sizes=[3, x]"], 'encoder.head.hidden_sizes[1] is "x"; it must be a valid integer'),
         (["precision=int8"], "precision is \"int8\"; it must be 'float32', 'bfloat16', 'float16' or 'float64'"),
         # What only a whole section can be wrong about.
-        (["views.area=[0.5, 0.2]"], "views: area must be two ascending positive numbers, got 0.5 and 0.2"),
+        (["views.area=[0.5, 0.2]"], "views.area is [0.5, 0.2]; it must be two ascending numbers"),
         (["adversary={}"], 'views of kind "expert_image" take no section `adversary`'),
         # Several.
         (["num_epochs=x", "seed=y", "views.hue=z"], "(and 2 more)"),

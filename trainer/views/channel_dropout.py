@@ -11,13 +11,12 @@ Legend: B samples, C channels, H rows, W columns; D draws, one for each view or 
 
 from __future__ import annotations
 
-from typing import Final, Literal, Self
+from typing import Annotated, Final, Literal
 
-from pydantic import model_validator
 from torch import Tensor, nn
 
 from data_pipeline.core.counter_rng import DrawKeys, uniform
-from data_pipeline.core.schema import Share
+from data_pipeline.core.schema import Ascending, Share
 from trainer.views.inputs import check_pictures
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
 
@@ -36,14 +35,8 @@ class ChannelDropoutConfig(BaseViewsConfig):
     """
 
     kind: Literal["channel_dropout"] = "channel_dropout"
-    rate: tuple[Share, Share] = (0.5, 1.0)
+    rate: Annotated[tuple[Share, Share], Ascending] = (0.5, 1.0)
     shared: Literal["step", "view"] = "step"
-
-    @model_validator(mode="after")
-    def _the_range_ascends(self) -> Self:
-        if self.rate[0] > self.rate[1]:
-            raise ValueError(f"rate is from {self.rate[0]} to {self.rate[1]}; exchange the two")
-        return self
 
     def build(self, given: ViewsInputs) -> ChannelDropout:
         return ChannelDropout(self)

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Final, Literal, Self
+from typing import Annotated, ClassVar, Final, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 
 from data_pipeline.audio.log_mel import MelConfig, audible_frames, frames_that_hear, log_mel, power_mel
 from data_pipeline.core.counter_rng import DrawKeys, normal_pairs, uniform
-from data_pipeline.core.schema import CountOrZero, Deviation, PositiveShare
+from data_pipeline.core.schema import Ascending, CountOrZero, Deviation, PositiveShare
 from trainer.views.inputs import check_keys, rows_of
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
 from trainer.views.speed_and_pitch import change_speed_and_pitch
@@ -78,17 +78,10 @@ class WaveformConfig(_ForSounds):
     """
 
     kind: Literal["waveform"] = "waveform"
-    kept: tuple[PositiveShare, PositiveShare] | None = (0.08, 1.0)
+    kept: Annotated[tuple[PositiveShare, PositiveShare], Ascending] | None = (0.08, 1.0)
     noise_std: Deviation = 50_000**-0.5
-    speed: tuple[Speed, Speed] | None = None
-    semitones: tuple[Semitones, Semitones] | None = None
-
-    @model_validator(mode="after")
-    def _ranges_ascend(self) -> Self:
-        for name, limits in {"kept": self.kept, "speed": self.speed, "semitones": self.semitones}.items():
-            if limits is not None and limits[0] > limits[1]:
-                raise ValueError(f"{name} must be two ascending numbers, got {limits[0]} and {limits[1]}")
-        return self
+    speed: Annotated[tuple[Speed, Speed], Ascending] | None = None
+    semitones: Annotated[tuple[Semitones, Semitones], Ascending] | None = None
 
     @property
     def highest(self) -> float:

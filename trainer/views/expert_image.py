@@ -23,12 +23,12 @@ from itertools import groupby
 from typing import Annotated, Final, Literal, Self
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 
 from data_pipeline.core.counter_rng import DrawKeys, uniform
 from data_pipeline.core.random_crop import NUM_CROP_NUMBERS, CropLaw, between, crop_boxes, crop_boxes_of_squares
-from data_pipeline.core.schema import PositiveShare, Share
+from data_pipeline.core.schema import Ascending, PositiveShare, Share
 from trainer.views.colour import HUE, LUMA, NUM_COLOURS, change_in_few_kernels, jitter_colour_, luma
 from trainer.views.inputs import check_pictures, rows_of, without_autocast
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
@@ -70,8 +70,8 @@ class ExpertImageConfig(BaseViewsConfig):
     """
 
     kind: Literal["expert_image"] = "expert_image"
-    area: tuple[PositiveShare, PositiveShare] | None = (0.2, 1.0)
-    aspect: tuple[Aspect, Aspect] = (3 / 4, 4 / 3)
+    area: Annotated[tuple[PositiveShare, PositiveShare], Ascending] | None = (0.2, 1.0)
+    aspect: Annotated[tuple[Aspect, Aspect], Ascending] = (3 / 4, 4 / 3)
     jitter_probability: Share = 0.8
     brightness: Share = 0.4
     contrast: Share = 0.4
@@ -80,18 +80,8 @@ class ExpertImageConfig(BaseViewsConfig):
     grayscale_probability: Share = 0.2
     blur_probability: Share = 0.5
     blur: Literal["pil", "gaussian", "simclr", "constant"] = "pil"
-    blur_sigma: tuple[Sigma, Sigma] = (0.1, 2.0)
+    blur_sigma: Annotated[tuple[Sigma, Sigma], Ascending] = (0.1, 2.0)
     flip_probability: Share = 0.5
-
-    @model_validator(mode="after")
-    def _ranges_ascend(self) -> Self:
-        area = (1.0, 1.0) if self.area is None else self.area
-        for name, (low, high) in {"area": area, "aspect": self.aspect, "blur_sigma": self.blur_sigma}.items():
-            if not 0 < low <= high:
-                raise ValueError(f"{name} must be two ascending positive numbers, got {low} and {high}")
-        if area[1] > 1:
-            raise ValueError(f"area is a share of the picture, at most 1, got {area[1]}")
-        return self
 
     @property
     def jitters(self) -> bool:
