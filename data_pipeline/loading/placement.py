@@ -140,11 +140,11 @@ def stored_order(store: SampleStore, shards: range, *, num_at_once: int = _CHUNK
     """
     fits_one_more = store.max_shards is None or store.max_shards > 2
     for shard in shards:
-        start, end = int(store.shard_ends[shard - 1]) if shard else 0, int(store.shard_ends[shard])
+        samples = store.samples_of(shard)
         if fits_one_more and shard + 1 < shards.stop:
             store.prefetch([shard, shard + 1])
-        for first in range(start, end, num_at_once):
-            yield np.arange(first, min(first + num_at_once, end), dtype=np.int64)
+        for first in range(samples.start, samples.stop, num_at_once):
+            yield np.arange(first, min(first + num_at_once, samples.stop), dtype=np.int64)
 
 
 def shortage(num_bytes: int, device: torch.device, *, ranks_on_node: int) -> str:

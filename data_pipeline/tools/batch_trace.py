@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.loading.mixture import Mixture, reading_order
+from data_pipeline.loading.mixture import Mixture
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.storage.store import SampleStore
 
@@ -23,17 +23,6 @@ def run(args: argparse.Namespace) -> None:
     epoch has no such step.
     """
     opened = _opened(args.locations, args.weights)
-    order = reading_order(
-        opened,
-        shuffle_shards=args.shuffle_shards,
-        seed=args.seed,
-        global_batch_size=args.batch_size,
-        rank=0,
-        world_size=1,
-    )
-    num_steps = order.num_steps_per_epoch
-    if args.from_step >= num_steps:
-        raise UserError(f"--from-step {args.from_step} is past the epoch's {num_steps} steps; use 0 to {num_steps - 1}")
     streams = [
         Stream(
             opened,
@@ -42,12 +31,14 @@ def run(args: argparse.Namespace) -> None:
             seed=args.seed,
             rank=rank,
             world_size=args.ranks,
-            start_step=args.epoch * num_steps + args.from_step,
-            end_step=(args.epoch + 1) * num_steps,
         )
         for rank in range(args.ranks)
     ]
-    for batches in zip(*streams, strict=True):
+    num_steps = streams[0].num_steps_per_epoch
+    if args.from_step >= num_steps:
+        raise UserError(f"--from-step {args.from_step} is past the epoch's {num_steps} steps; use 0 to {num_steps - 1}")
+    steps = range(args.epoch * num_steps + args.from_step, (args.epoch + 1) * num_steps)
+    for batches in zip(*(stream.batches(steps) for stream in streams), strict=True):
         for rank, batch in enumerate(batches):
             print(f"{batch.step}\t{rank}\t{' '.join(batch.keys)}")
 
