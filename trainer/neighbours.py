@@ -35,7 +35,7 @@ from data_pipeline.audio.log_mel import MelConfig
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BadSample
 from data_pipeline.core.schema import Count, Schema
-from data_pipeline.loading.order import BatchOrder, Rows
+from data_pipeline.loading.order import BatchOrder, Rows, rows_of_bad
 from data_pipeline.loading.stream import Stream
 from trainer.data import DataConfig
 from trainer.distributed.collectives import all_gather_rows, on_every_rank, on_first_rank
@@ -98,9 +98,8 @@ class NeighbourOrder(BatchOrder):
     a batch, in two groups.
 
     `groups` returns the groups of a step, (N, G) int64, one for each of the N samples; None for a step without groups.
-    Samples that were bad when the groups were found are in none. The group of a sample that cannot be read since then
-    is replaced by the nearest whole group of a sample before it in stored order, or of the last sample; on all ranks
-    alike, whatever each of them has met.
+    Samples that were bad when the groups were found are in none. `rows` raises `UserError` for a sample in a group that
+    cannot be read since then.
     """
 
     groups: Callable[[int], NDArray[np.int64] | None] = field(kw_only=True)
@@ -114,19 +113,13 @@ class NeighbourOrder(BatchOrder):
         num_own = num_groups // self.world_size
         first = step_in_epoch * num_groups + self.rank * num_own
         samples = self.epochs.of_epoch(epoch)(np.arange(first, first + num_own, dtype=np.int64))
-        groups_KG = groups_NG[samples]
-        met = {index: bad[index] for index in groups_KG.ravel().tolist() if index in bad} if bad else {}
-        if met:
-            is_bad_N = np.isin(groups_NG, list(bad))
-            whole = np.flatnonzero(~is_bad_N.any(axis=1))
-            if not len(whole):
-                raise UserError(
-                    f"sample {next(iter(met.values())).key} cannot be read, and each group of neighbours holds such a "
-                    "sample; build or copy the dataset again"
-                )
-            groups_KG = groups_NG[whole[np.searchsorted(whole, samples, side="right") - 1]]
-        indices_R = groups_KG.reshape(-1)
-        return Rows(indices_R, indices_R, epoch, tuple(met.values()), group_size=group_size)
+        indices_R = groups_NG[samples].reshape(-1)
+        if rows := rows_of_bad(indices_R, bad):
+            raise UserError(
+                f"sample {bad[int(indices_R[rows[0]])].key} cannot be read, but it is in a group of neighbours that "
+                "was found when it could be; build or copy the dataset again"
+            )
+        return Rows(indices_R, indices_R, epoch, (), group_size=group_size)
 
 
 def in_memory(data: DataConfig, device: torch.device) -> DataConfig:

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from configs.resolve import resolve_recipe
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import BadSample
 from data_pipeline.loading.order import BatchOrder, EpochOrders
 from data_pipeline.loading.stream import ReadConfig, Stream
 from tests.gloo import run_ranks
@@ -112,43 +111,17 @@ def test_a_batch_consists_of_whole_groups_of_other_samples_in_each_epoch(world_s
     assert set(first_of_epochs[0]) != set(first_of_epochs[1])
 
 
-def test_a_group_with_a_sample_that_went_bad_is_replaced_alike_on_all_ranks_whatever_they_have_met() -> None:
-    groups = np.stack([np.arange(12), (np.arange(12) + 1) % 12], axis=1)
-    bad = {index: BadSample(index, "shard", "torn") for index in (0, 4, 5)}
-    order = NeighbourOrder(EpochOrders(12, 3), 12, groups=lambda _: groups)
-    leaders = groups[order.epochs.of_epoch(0)(np.arange(6))][:, 0].tolist()
-    # The groups of 0, 3, 4, 5 and 11 hold a bad sample. Those of 2 and 10 are the nearest whole ones before them.
-    expected = [{0: 10, 3: 2, 4: 2, 5: 2, 11: 10}.get(leader, leader) for leader in leaders]
-    for world_size in (1, 2, 3):
-        found, replaced = [], set()
-        for rank in range(world_size):
-            known: dict[int, BadSample] = {}
-            part = NeighbourOrder(EpochOrders(12, 3), 12, rank, world_size, groups=lambda _: groups)
-            while met := {i: bad[i] for i in part.rows(0, 0, bad=known).indices_R.tolist() if i in bad}:
-                known |= met
-            rows = part.rows(0, 0, bad=known)
-            np.testing.assert_array_equal(rows.indices_R, part.rows(0, 0, bad=bad).indices_R)
-            found += rows.indices_R.reshape(-1, 2)[:, 0].tolist()
-            replaced |= {sample.index for sample in rows.bad}
-        assert found == expected
-        assert replaced == {i for leader in leaders for i in groups[leader].tolist() if i in bad}
-    with pytest.raises(UserError, match="each group of neighbours holds such a sample"):
-        order.rows(0, 0, bad={index: BadSample(index, "shard", "torn") for index in range(0, 12, 2)})
-
-
 @pytest.mark.parametrize("placement", ["stream", "host"])
-def test_a_sample_that_went_bad_since_its_group_was_found_is_not_read(placement: Any, tmp_path: Path) -> None:
+def test_a_sample_that_went_bad_since_its_group_was_found_is_named(placement: Any, tmp_path: Path) -> None:
     directory = write_tiny_dataset(tmp_path / "data", num_samples=16)
     damage(directory, [5])
     groups_NG = np.stack([np.arange(16), np.arange(1, 17) % 16], axis=1)
-    groups_NG[:10, 1] = 5
+    groups_NG[:, 1] = 5
     read = ReadConfig(placement=placement, num_workers=0, max_bad_share=0.1)
     stream = Stream(directory, read=read, global_batch_size=12, seed=0)
     assert isinstance(stream.order, BatchOrder)
-    (batch,) = stream.batches(range(1), order=NeighbourOrder(**vars(stream.order), groups=lambda _: groups_NG))
-    assert len(batch) == 12
-    assert 5 not in batch.index_B.tolist()
-    assert [sample.index for sample in batch.bad] == [5]
+    with pytest.raises(UserError, match=r"sample 00000005 cannot be read, but it is in a group of neighbours"):
+        list(stream.batches(range(1), order=NeighbourOrder(**vars(stream.order), groups=lambda _: groups_NG)))
 
 
 def test_the_loss_is_the_mean_of_the_losses_of_the_groups() -> None:
