@@ -25,8 +25,8 @@ from typing import Final
 
 import torch
 
-from data_pipeline.core.environment import variable
 from data_pipeline.core.errors import UserError, run_command
+from data_pipeline.core.system import variable
 from launch.job import Ending, TrainJob
 from launch.planned_run import PlannedRun
 from launch.slurm_client import outside_any_job

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.core.public_names import imported_when_used
+from data_pipeline.core.imports import imported_when_used
 from tests.public_names import FURTHER, lines, packages
 
 ROOT = Path(__file__).parent.parent

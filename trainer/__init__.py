@@ -10,7 +10,7 @@ restart read only this directory. Invariant: results do not depend on the number
 
 from typing import TYPE_CHECKING
 
-from data_pipeline.core.public_names import imported_when_used
+from data_pipeline.core.imports import imported_when_used
 
 if TYPE_CHECKING:
     from trainer.adversary import reverse_gradient

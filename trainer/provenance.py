@@ -22,10 +22,9 @@ from typing import Any
 import torch
 
 from data_pipeline.core.arguments import SCRIPT_PREFIX
-from data_pipeline.core.environment import variable
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.kinds import OF_THIS_PROJECT
-from data_pipeline.core.system import PROC, num_cores
+from data_pipeline.core.system import PROC, num_cores, variable
 from trainer.checkpoint.restore import Restored
 from trainer.config import RunConfig
 from trainer.data import Manifests

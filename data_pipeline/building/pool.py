@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.processes import end_with_parent
+from data_pipeline.core.system import end_with_parent
 
 T = TypeVar("T")
 U = TypeVar("U")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from data_pipeline.core.environment import name_unknown_user
+from data_pipeline.core.system import name_unknown_user
 
 # Errors of the storage that the user can mend. ENOENT is not here: commands first check whether a file exists.
 _OF_STORAGE = frozenset(

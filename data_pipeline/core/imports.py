@@ -1,4 +1,4 @@
-"""Import code by its import path `package.module:Name`, from a file, or by `--code`. Runs the code of the module.
+"""Import code by its import path `package.module:Name`, from a file, by `--code`, or when a name is first used.
 
 Invariant: only a path that the user has typed, or that this project or an installed package holds, comes here.
 """
@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +20,28 @@ from data_pipeline.core.errors import UserError, nearest
 
 PYTHON_SUFFIX: Final = ".py"
 _given: list[str] = []  # the modules of `import_code`, in their order
+
+
+def imported_when_used(package: str, modules: Mapping[str, str]) -> Callable[[str], object]:
+    """Return a `__getattr__` for a package's `__init__`: each name is imported from its module at its first use.
+
+    `--help` of a command imports the packages around it, and must not wait for torch. `modules` maps each module in the
+    package to the names that it defines, with spaces between them. A type checker reads the imports under
+    `if TYPE_CHECKING`.
+
+    Examples:
+        >>> get = imported_when_used("data_pipeline", {"core.errors": "UserError nearest"})
+        >>> get("nearest").__module__
+        'data_pipeline.core.errors'
+    """
+    module_of = {name: f"{package}.{module}" for module, names in modules.items() for name in names.split()}
+
+    def get(name: str) -> object:
+        if name not in module_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(module_of[name]), name)
+
+    return get
 
 
 @contextlib.contextmanager

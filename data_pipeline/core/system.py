@@ -1,14 +1,46 @@
-"""Ask Linux for the cores, memory and processes of this machine."""
+"""The system around this process: environment variables, cores, memory, signals and the parent process.
+
+An empty variable counts as unset, because many scripts unset one by `NAME= command` or `export NAME=`.
+CUDA_VISIBLE_DEVICES is not read here: to CUDA an empty value means "no GPU".
+"""
 
 from __future__ import annotations
 
+import getpass
 import math
 import os
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 PROC: Final = Path("/proc")
 SHARED: Final = Path("/dev/shm")  # files in memory, of one machine or container
+
+
+def variable(name: str) -> str | None:
+    """Return the value of an environment variable of this process; None if it is unset or empty."""
+    return os.environ.get(name) or None
+
+
+def unset_empty_variables(prefix: str) -> None:
+    """Unset the empty variables of this process that begin with `prefix`, for a library that cannot read them."""
+    for name, value in list(os.environ.items()):
+        if name.startswith(prefix) and not value:
+            del os.environ[name]
+
+
+def name_unknown_user() -> None:
+    """Set LOGNAME if nothing names the user, as in a container that runs under a user id without an account.
+
+    The import of torchvision needs a name, because torch calls a directory after the user.
+    """
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):  # OSError from Python 3.13 on
+        os.environ["LOGNAME"] = f"uid-{os.getuid()}"
 
 
 def num_cores() -> int:
@@ -43,3 +75,46 @@ def _free_in_group(directory: Path, limit: str, used: str, cached: str) -> float
     except OSError:
         return math.inf
     return math.inf if most.strip() == "max" else int(most) - int(now) + cached_bytes
+
+
+@contextmanager
+def signals_blocked(numbers: Iterable[int]) -> Iterator[None]:
+    """Block signals to this thread inside the block; they come when it ends.
+
+    A process that is started inside inherits the mask, and keeps it until it unblocks them itself.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end_with_parent() -> None:
+    """End this process, a child by `multiprocessing`, as soon as its parent ends in any way. Returns at once."""
+    threading.Thread(target=_wait_for_parent, daemon=True).start()
+
+
+def leave_signals_to_parent() -> None:
+    """Ignore SIGTERM and SIGINT, except a SIGTERM from the parent, which ends this process.
+
+    The threads that this process starts later ignore them too. Returns at once.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a handler would not learn who sent it
+    threading.Thread(target=_wait_for_sigterm_of_parent, daemon=True).start()
+
+
+def _wait_for_sigterm_of_parent() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
+
+
+def _wait_for_parent() -> None:
+    import multiprocessing  # here, because few commands need it
+
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

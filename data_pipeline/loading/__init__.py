@@ -16,7 +16,7 @@ A dataset in memory is read and decoded once; each step then takes its rows by i
 
 from typing import TYPE_CHECKING
 
-from data_pipeline.core.public_names import imported_when_used
+from data_pipeline.core.imports import imported_when_used
 
 if TYPE_CHECKING:
     from data_pipeline.loading.stream import ReadConfig, Stream

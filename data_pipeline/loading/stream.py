@@ -43,7 +43,6 @@ from data_pipeline.loading.sources import (
 )
 from data_pipeline.loading.streamed import streamed_batches
 from data_pipeline.remote.fetch import RemoteConfig
-from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore
 
 logger = logging.getLogger(__name__)
@@ -244,11 +243,6 @@ class Stream:
             if source.placed.samples is not None
             for bad in source.placed.samples.bad.values()
         )
-
-    @property
-    def manifest(self) -> Manifest:
-        """Return the manifest of the dataset; of a mixture, that of its first source."""
-        return self._sources[0].store.manifest
 
     @property
     def num_steps_per_epoch(self) -> int:

@@ -16,9 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from data_pipeline.core.batch import Batch
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.processes import leave_signals_to_parent, signals_blocked
 from data_pipeline.core.sample import BadSample
-from data_pipeline.core.system import SHARED
+from data_pipeline.core.system import SHARED, leave_signals_to_parent, signals_blocked
 from data_pipeline.loading.decode import decode
 from data_pipeline.loading.order import ReadingOrder
 from data_pipeline.loading.sources import StreamSource

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from data_pipeline.core.public_names import imported_when_used
+from data_pipeline.core.imports import imported_when_used
 
 if TYPE_CHECKING:
     from data_pipeline.storage.manifest import Manifest, load_manifest

@@ -16,7 +16,7 @@ folder imports `torch.distributed`; all ranks reach every collective.
 
 from typing import TYPE_CHECKING
 
-from data_pipeline.core.public_names import imported_when_used
+from data_pipeline.core.imports import imported_when_used
 
 if TYPE_CHECKING:
     from trainer.distributed.collectives import all_gather_rows, all_reduce_sum, rank, world_size

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from data_pipeline.core.environment import variable
 from data_pipeline.core.schema import Count, Line, Schema
+from data_pipeline.core.system import variable
 
 # The limits of W&B.
 Project = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^\p{C}\p{Zl}\p{Zp}/\\#?%:]*$")]

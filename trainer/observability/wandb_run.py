@@ -20,8 +20,7 @@ from typing import Any, Literal
 import wandb
 from wandb.util import get_core_path
 
-from data_pipeline.core.environment import unset_empty_variables, variable
-from data_pipeline.core.processes import signals_blocked
+from data_pipeline.core.system import signals_blocked, unset_empty_variables, variable
 from trainer.fault_tolerance.preemption import WARNINGS
 from trainer.observability.tracking import StepPictures, TrackingConfig
 from trainer.run_dir import RunDir, write_atomically

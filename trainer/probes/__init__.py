@@ -10,7 +10,7 @@ the number of ranks. The two label spaces never mix.
 
 from typing import TYPE_CHECKING
 
-from data_pipeline.core.public_names import imported_when_used
+from data_pipeline.core.imports import imported_when_used
 
 if TYPE_CHECKING:
     from trainer.probes.any_encoder import Accuracy, probe

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import wandb
 
-from data_pipeline.core.environment import unset_empty_variables, variable
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.imports import check_installed
+from data_pipeline.core.system import unset_empty_variables, variable
 from trainer.reports.comparison import compare
 from trainer.reports.page import differences, provenance, templates, title_of
 from trainer.reports.runs import Run

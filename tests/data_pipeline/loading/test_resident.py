@@ -13,6 +13,7 @@ from data_pipeline.loading import placement
 from data_pipeline.loading.placement import resident_bytes
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.overlays.noise import Noise
+from data_pipeline.storage.manifest import load_manifest
 from data_pipeline.storage.store import SampleStore
 from tests.data_pipeline.loading.batches import assert_same, noise
 from tests.tiny_data import damage, write_tiny_dataset, write_tiny_sounds
@@ -75,7 +76,7 @@ def test_auto_keeps_what_fits(datasets: dict[str, Path]) -> None:
     held = stream(datasets["online"])
     assert held.placement == "host"
     assert held.placement_reason == "0.00013 GB in memory, within data.resident_gigabytes 4"
-    num_bytes = resident_bytes(held.manifest)
+    num_bytes = resident_bytes(load_manifest(datasets["online"]))
     assert num_bytes == NUM_SAMPLES * (3 * 32 * 32 + 3 * 8)  # pixels, index and two labels
     assert stream(datasets["online"], resident_gigabytes=num_bytes / 1e9).placement == "host"
     streamed = stream(datasets["online"], resident_gigabytes=(num_bytes - 1) / 1e9)

@@ -8,8 +8,8 @@ import pwd
 
 import pytest
 
-from data_pipeline.core.environment import unset_empty_variables, variable
 from data_pipeline.core.errors import run_command
+from data_pipeline.core.system import unset_empty_variables, variable
 
 
 def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
