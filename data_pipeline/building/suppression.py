@@ -76,7 +76,6 @@ def build_suppression(
     scale: Scale,
     files: Files,
     limit: int | None = None,
-    seed: int = 0,
     num_workers: int = 1,
 ) -> list[str]:
     """Build the settings `names` in `out`, and return a sentence for each that could not be built.
@@ -93,7 +92,6 @@ def build_suppression(
                         setting.dataset,
                         Path(directory_of(str(out), name, difficulty, split)),
                         split=split,
-                        seed=seed,
                         limit=_limit(setting, split=split, scale=scale, at_most=limit),
                         overlay=None if setting.overlay is None else "online",
                         num_workers=num_workers,

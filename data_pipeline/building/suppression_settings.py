@@ -37,8 +37,8 @@ class Setting:
     title: str
     base: str
     overlay: str | None
-    hard: tuple[str, ...]
-    easy: tuple[str, ...]
+    hard: tuple[str, ...] = (BASE,)
+    easy: tuple[str, ...] = (OVERLAY,)
     varies: tuple[Literal["overlay", "source"], str] | None = None
     unit: str = ""
     difficulties: Mapping[Scale, tuple[OptionValue, ...]] = field(default_factory=dict)
@@ -79,8 +79,6 @@ SETTINGS: Final[Mapping[str, Setting]] = {
         title="RandBit",
         base="mnist",
         overlay="bits",
-        hard=(BASE,),
-        easy=(OVERLAY,),
         varies=("overlay", "bits"),
         unit="bits",
         difficulties={"full": (0, 2, 4, 5, 6, 8, 10, 15, 20), "small": (0, 5, 10)},
@@ -89,8 +87,6 @@ SETTINGS: Final[Mapping[str, Setting]] = {
         title="MultiDigits",
         base="placed_digits",
         overlay="second_digit",
-        hard=(BASE,),
-        easy=(OVERLAY,),
         varies=("overlay", "size"),
         unit="pixels",
         difficulties={"full": (20, 30, 40, 50, 60, 70, 80), "small": (12, 16, 24)},
@@ -102,8 +98,6 @@ SETTINGS: Final[Mapping[str, Setting]] = {
         title="Digits on photos",
         base="cifar10",
         overlay="tiled_digit",
-        hard=(BASE,),
-        easy=(OVERLAY,),
         varies=("overlay", "unique"),
         unit="unique digits",
         difficulties={"full": (5_000, 1_000, 100, 20, 10), "small": (1_000, 100, 10)},
@@ -124,8 +118,6 @@ SETTINGS: Final[Mapping[str, Setting]] = {
         title="Dominoes",
         base="cifar10",
         overlay="dominoes",
-        hard=(BASE,),
-        easy=(OVERLAY,),
         varies=("overlay", _CORRELATION),
         unit="correlation",
         difficulties={"full": _SHARES, "small": _THREE_SHARES},
@@ -134,16 +126,14 @@ SETTINGS: Final[Mapping[str, Setting]] = {
         title="Coloured digits",
         base="mnist",
         overlay="colours",
-        hard=(BASE,),
-        easy=(OVERLAY,),
         varies=("overlay", _CORRELATION),
         unit="correlation",
         difficulties={"full": _SHARES, "small": _THREE_SHARES},
     ),
-    "shapes": Setting(title="C+Shapes", base="cifar10", overlay="shapes", hard=(BASE,), easy=(OVERLAY,)),
+    "shapes": Setting(title="C+Shapes", base="cifar10", overlay="shapes"),
     "digits": Setting(title="C+Digits", base="cifar10", overlay="digits", hard=(OVERLAY,), easy=(BASE,)),
     "letters": Setting(title="C+Letters", base="cifar10", overlay="letters", hard=(OVERLAY,), easy=(BASE,)),
-    "speech": Setting(title="Speech and noise", base="spoken", overlay="noise", hard=(BASE,), easy=(OVERLAY,)),
+    "speech": Setting(title="Speech and noise", base="spoken", overlay="noise"),
 }
 
 SMALL_SAMPLE_RATE: Final = 8_000  # points a second, of the Free Spoken Digit Dataset

@@ -33,13 +33,18 @@ from data_pipeline.storage.locations import PICTURE_ENDINGS, SOUND_ENDINGS
 
 logger = logging.getLogger(__name__)
 
-_SPLIT_OF_WORD: Final = {
+_SPLITS: Final = {
     **dict.fromkeys(("train", "training"), TRAIN),
     **dict.fromkeys(("test", "testing"), TEST),
     **dict.fromkeys(("val", "valid", "validation", "dev"), VAL),
 }
 _NUM_NAMED: Final = 10  # splits in a message
 _NUM_TEXTS: Final = 1_000  # that nearly all differ are captions or names, and no classes
+
+
+def split_of(word: str) -> str:
+    """Return the split that a word means, such as the name of a folder: "train", "test" or "val"; "" if it is none."""
+    return _SPLITS.get(word.casefold(), "")
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ def find_layout(
     num_above = _num_common_folders(found.names)
     if found.splits is None:
         folders = [_folder(name, num_above) for name in found.names]
-        if {TRAIN, TEST} & {_SPLIT_OF_WORD.get(word.casefold()) for word in set(folders)}:
+        if {TRAIN, TEST} & set(map(split_of, set(folders))):
             found.splits = folders
             num_above += 1
     if found.splits is not None:
@@ -143,7 +148,7 @@ def _num_common_folders(names: Sequence[str]) -> int:
     """Return in how many folders, one in the other, all files lie, if none of these is the folder of a split."""
     folders = [name.split("/")[:-1] for name in (names[0], names[-1])]  # what these two share, all share
     for level, (first, last) in enumerate(zip(*folders, strict=False)):
-        if first != last or first.casefold() in _SPLIT_OF_WORD:
+        if first != last or split_of(first):
             return level
     return min(map(len, folders))
 
@@ -156,16 +161,16 @@ def _folder(name: str, num_above: int, level: int = 0) -> str:
 
 def _used(found: Found, words: Sequence[str], notes: dict[str, list[str]]) -> Found:
     """Return the records that are for training or for testing, with these splits; note what is left out."""
-    split_of = {word: _SPLIT_OF_WORD.get(word.casefold(), "") for word in set(words)}
-    if TRAIN in split_of.values() and TEST not in split_of.values() and VAL in split_of.values():
-        split_of = {word: TEST if split == VAL else split for word, split in split_of.items()}
+    splits = {word: split_of(word) for word in set(words)}
+    if TRAIN in splits.values() and TEST not in splits.values() and VAL in splits.values():
+        splits = {word: TEST if split == VAL else split for word, split in splits.items()}
         notes["there is no test split, so the validation files are it"] = []
-    used = {word for word, split in split_of.items() if split in (TRAIN, TEST)}
+    used = {word for word, split in splits.items() if split in (TRAIN, TEST)}
     if others := Counter(word for word in words if word not in used):
         counts = ", ".join(f'{num} in "{word}"' for word, num in others.most_common(_NUM_NAMED))
         outside = [name for name, word in zip(found.names, words, strict=True) if word not in used]
         notes[f"left out what is in neither split: {counts}"] = outside
-    found.splits = [split_of[word] for word in words]
+    found.splits = [splits[word] for word in words]
     return found.choose([row for row, word in enumerate(words) if word in used])
 
 

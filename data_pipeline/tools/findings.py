@@ -19,7 +19,7 @@ from data_pipeline.audio.sound_file import LEAST_SECONDS
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.sources.files import Files, medium_of
 from data_pipeline.sources.known_layouts import TEST, TRAIN
-from data_pipeline.sources.layout import Layout
+from data_pipeline.sources.layout import Layout, split_of
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.tools.census import Census, equal_files
 
@@ -121,6 +121,15 @@ def add_problems(place: Place, layout: Layout) -> None:
         train, test = ({*label.label_N[is_good & (layout.split_N == s)].tolist()} - {NO_LABEL} for s in (TRAIN, TEST))
         if train and test and (lone := [label.classes[number] for number in sorted(train ^ test)]):
             problems.append(Problem(f"classes of {name} in one split alone", "add some to the other split", lone))
+
+
+def add_split_folders(found: Sequence[Place]) -> None:
+    """Add that folders of pictures or sounds are the splits of one dataset, if they are named one by one."""
+    folders = [Path(place.path).absolute() for place in found if place.files is not None and not place.tars]
+    if len(folders) > 1 == len({folder.parent for folder in folders}) and all(split_of(each.name) for each in folders):
+        mend = f"look at {folders[0].parent}, which holds them all"
+        for place in found:
+            place.problems.append(Problem("one split of a dataset", mend, stops=True))
 
 
 def add_equal_files(found: Sequence[Place]) -> None:

@@ -34,7 +34,7 @@ from data_pipeline.sources.tar_files import TarFiles
 from data_pipeline.storage.locations import MANIFEST_NAME, dataset_directory, is_remote, is_tars, listed_tars
 from data_pipeline.storage.manifest import LabelEntry, describe_manifest, load_manifest
 from data_pipeline.tools.census import NUM_DECODED_BYTES, take_census
-from data_pipeline.tools.findings import Place, Problem, add_equal_files, add_problems
+from data_pipeline.tools.findings import Place, Problem, add_equal_files, add_problems, add_split_folders
 from data_pipeline.tools.next_commands import commands, index_options
 
 _NUM_NAMED: Final = 3  # examples of a problem
@@ -206,6 +206,7 @@ def run(args: argparse.Namespace) -> None:
         how: dict[str, Any] = {"copies": Path(copies), "num_decoded_bytes": limit, "num_workers": args.workers}
         places = [look_at(path, **how) for path in args.paths]
         add_equal_files(places)
+        add_split_folders(places)
     found = commands(places)
     if args.json:
         page = {"places": [_as_json(place) for place in places], "commands": found}

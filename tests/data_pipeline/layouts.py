@@ -472,6 +472,11 @@ def a_test_split_alone(root: Path) -> None:
     write(root, animals("photos/test/{c}/{i}.jpg"))
 
 
+@refused("one split of a dataset", "photos, which holds them all", looked_at=("photos/train", "photos/test"))
+def splits_one_by_one(root: Path) -> None:
+    write(root, animals("photos/train/{c}/{i}.jpg") | animals("photos/test/{c}/{i}.jpg", num=3, start=1_000))
+
+
 @refused("to draw a test split")
 def one_picture_of_a_class(root: Path) -> None:
     write(root, animals("{c}/{i}.jpg", num=1))
