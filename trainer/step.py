@@ -27,7 +27,6 @@ from torch import Tensor
 from data_pipeline.audio.log_mel import MelConfig
 from data_pipeline.core.batch import Batch
 from data_pipeline.core.kinds import is_own
-from data_pipeline.core.pixels import from_bytes
 from data_pipeline.core.randomness import key_words
 from trainer.adversary import AdversaryConfig, reverse_gradient
 from trainer.config import RunConfig
@@ -45,6 +44,7 @@ from trainer.views import ViewPolicy
 from trainer.views.composed import Composed
 from trainer.views.expert_audio import clean_spectrogram
 from trainer.views.health import view_health
+from trainer.views.inputs import from_bytes
 from trainer.views.viewmaker import Viewmaker
 
 

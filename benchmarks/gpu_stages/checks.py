@@ -21,12 +21,12 @@ from benchmarks.gpu_stages.whole_runs import restart_against_whole
 from benchmarks.record import rounded
 from configs import resolve_recipe
 from data_pipeline.core.batch import Batch
-from data_pipeline.core.pixels import from_bytes
 from data_pipeline.core.sample import NO_LABEL
 from trainer.build import build_training
 from trainer.config import RunConfig
 from trainer.modules import build_modules
 from trainer.recorded_step import RecordedStep
+from trainer.views.inputs import from_bytes
 
 ROOT = Path(__file__).parents[2]
 RECIPES: Final = ("simclr:digits", "viewmaker:digits")

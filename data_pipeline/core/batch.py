@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -27,8 +28,7 @@ class Batch:
         inputs_b: the input of the second view. It is the same tensor object, unless the overlay is drawn once for each
             view (`noise_per_view` of the spoken digits).
         masks_BHW, masks_b_BHW: (B, H, W) uint8, the masks of `inputs_a` and `inputs_b` in the levels of
-            `data_pipeline.core.sample`; None for
-            sounds, and zeros if nothing was drawn.
+            `data_pipeline.core.sample`; None for sounds, and zeros if nothing was drawn.
         labels: each label of the dataset by name, (B,) int64; `NO_LABEL` for a sample without it. Those of an overlay
             are of `inputs_a`.
         bad: samples of this rank's part that could not be read and were replaced.
@@ -78,10 +78,8 @@ class Batch:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return each tensor once, in a fixed order: if both views share their input, it comes once."""
-        inputs_b = None if self.inputs_b is self.inputs_a else self.inputs_b
-        masks_b_BHW = None if self.masks_b_BHW is self.masks_BHW else self.masks_b_BHW
-        own = (self.index_B, self.inputs_a, inputs_b, self.masks_BHW, masks_b_BHW, self.draw_index_B)
-        return [tensor for tensor in (*own, *self.labels.values()) if tensor is not None]
+        values = [value for value in (*vars(self).values(), *self.labels.values()) if isinstance(value, torch.Tensor)]
+        return list({id(tensor): tensor for tensor in values}.values())
 
     def part(self, number: int, num_parts: int) -> Batch:
         """Return the rows `number`, `number + num_parts`, ...; only the first part keeps `bad`.
@@ -93,18 +91,10 @@ class Batch:
         return part if number == 0 else replace(part, bad=())
 
     def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        inputs_a = move(self.inputs_a)
-        masks_BHW = None if self.masks_BHW is None else move(self.masks_BHW)
-        masks_b_BHW = masks_BHW
-        if self.masks_b_BHW is not None and self.masks_b_BHW is not self.masks_BHW:
-            masks_b_BHW = move(self.masks_b_BHW)
-        return replace(
-            self,
-            index_B=move(self.index_B),
-            inputs_a=inputs_a,
-            inputs_b=inputs_a if self.inputs_b is self.inputs_a else move(self.inputs_b),
-            masks_BHW=masks_BHW,
-            masks_b_BHW=masks_b_BHW,
-            labels={name: move(label_B) for name, label_B in self.labels.items()},
-            draw_index_B=None if self.draw_index_B is None else move(self.draw_index_B),
-        )
+        """Return the batch with every tensor moved, each once: if both views share their input, they still do."""
+        moved = {id(tensor): move(tensor) for tensor in self.tensors()}
+        own: dict[str, Any] = {
+            name: moved[id(value)] for name, value in vars(self).items() if isinstance(value, torch.Tensor)
+        }
+        labels = {name: moved[id(label_B)] for name, label_B in self.labels.items()}
+        return replace(self, labels=labels, **own)

@@ -25,7 +25,6 @@ from data_pipeline.audio import log_mel
 from data_pipeline.audio.log_mel import MelConfig
 from data_pipeline.core.batch import Batch
 from data_pipeline.core.counter_rng import DrawKeys
-from data_pipeline.core.pixels import from_bytes
 from data_pipeline.overlays import Overlay, registry
 from data_pipeline.overlays.bits import Bits
 from data_pipeline.overlays.colours import Colours
@@ -45,6 +44,7 @@ from trainer.modules import build_modules, build_run_objective
 from trainer.objectives import ObjectiveOutput
 from trainer.objectives.objective import OBJECTIVES, PureObjective
 from trainer.optim.optimizers import AdamConfig, AdamWConfig, LAMBConfig, LARSConfig, OptimizerConfig, SGDConfig
+from trainer.views.inputs import from_bytes
 
 ROOT = Path(__file__).parents[2]
 CUDA = torch.device("cuda", 0)

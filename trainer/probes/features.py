@@ -94,18 +94,6 @@ class ViewFunction(Protocol):
 
 
 @dataclass(frozen=True)
-class InputBatch:
-    """The inputs of a view policy, and their labels (B,) int64, on the host.
-
-    Inputs are pictures (B, C, H, W) with masks (B, H, W), uint8, or waveforms (B, T) float32 without masks.
-    """
-
-    inputs: Tensor
-    masks_BHW: Tensor | None
-    labels: Mapping[LabelSpace, Tensor]
-
-
-@dataclass(frozen=True)
 class StoredInputs:
     """Samples as they are stored, if inputs are made when they are read: sounds, online overlays, streamed pictures.
 
@@ -213,16 +201,17 @@ class Pictures:
         """
         return rows if self.streamed is None else self.streamed.ahead(rows, title=title)
 
-    def inputs(self, row_B: Tensor, keys: Callable[[Tensor], DrawKeys] | None = None) -> InputBatch:
+    def inputs(self, row_B: Tensor, keys: Callable[[Tensor], DrawKeys] | None = None) -> Batch:
         """Return the inputs of a view policy for some rows, with the same draw as `images_NCHW`.
 
-        With `keys`, inputs that are made when they are read are drawn again from `keys(index_B)`.
+        With `keys`, inputs that are made when they are read are drawn again from `keys(index_B)`. Views are of
+        `inputs_a`.
         """
         if self.stored is not None and (keys is not None or self.are_sounds or self.streamed is not None):
-            batch = self.stored.batch(row_B, keys)
-            return InputBatch(batch.inputs_a, batch.masks_BHW, batch.labels)
+            return self.stored.batch(row_B, keys)
+        images_BCHW, masks_BHW = self.images_NCHW[row_B], self.masks(row_B)
         labels = {space: label_N[row_B] for space, label_N in self.by_label.items()}
-        return InputBatch(self.images_NCHW[row_B], self.masks(row_B), labels)
+        return Batch(0, 0, self.index_N[row_B], images_BCHW, images_BCHW, masks_BHW, masks_BHW, labels)
 
     def seen(self, inputs: Tensor) -> Tensor:
         """Return the input of the encoder without a view, for pictures in [0, 1] or for waveforms from `inputs`."""

@@ -288,7 +288,7 @@ def drawn_batches(
             return DrawKeys(config.seed, epoch, index_B, PROBE_VIEW)
 
         batch = train.inputs(row_B, keys)
-        inputs = to_floating(batch.inputs.to(device))
+        inputs = to_floating(batch.inputs_a.to(device))
         if config.views == "policy":
             masks_BHW = None if batch.masks_BHW is None else batch.masks_BHW.to(device)
             views_BCHW = view_policy(inputs, keys(train.index_N[row_B].to(device)), masks_BHW)

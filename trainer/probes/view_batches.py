@@ -56,7 +56,7 @@ def view_batches(
         rows = pictures.ahead(torch.split(rows_N, size), title="views")
         for rows_B, index_B in zip(rows, torch.split(index_N, size), strict=True):
             batch = pictures.inputs(rows_B)
-            inputs = to_floating(batch.inputs.to(device))
+            inputs = to_floating(batch.inputs_a.to(device))
             keys = DrawKeys(seed=seed, epoch=0, index_B=index_B.to(device), view=view)
             masks_BHW = None if batch.masks_BHW is None else batch.masks_BHW.to(device)
             views_BCHW = policy(inputs, keys, masks_BHW).float()

@@ -1,4 +1,4 @@
-"""Check the inputs of view policies."""
+"""Check the inputs of view policies, and turn them into numbers of a floating type."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor
 from data_pipeline.audio.waveform import to_float
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.pixels import from_bytes
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -47,6 +46,16 @@ def rows_of(draws: Draws, rows: slice) -> Draws:
     """Return the draws of some of the samples: a dataclass with these rows of its tensors."""
     tensors = {name: value for name, value in vars(draws).items() if isinstance(value, Tensor)}
     return dataclasses.replace(draws, **{name: value[rows] for name, value in tensors.items()})
+
+
+def from_bytes(pixels: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return uint8 pixels, or floats from 0 to 255, divided by 255: a new tensor of the same shape, of type `dtype`.
+
+    If the divisor is a number of Python, torch multiplies by its reciprocal on a GPU, and half of the 256 values differ
+    in their last bit from a CPU's. A tensor as the divisor makes both divide.
+    """
+    numbers = pixels.to(dtype, copy=True)
+    return numbers.div_(torch.full((), 255, dtype=dtype, device=numbers.device))
 
 
 def to_floating(inputs: Tensor) -> Tensor:

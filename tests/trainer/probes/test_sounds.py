@@ -48,7 +48,7 @@ def test_what_is_read_is_the_spectrogram_of_what_an_evaluation_reads(data: Path)
     assert torch.equal(pictures.by_label["base"], base_N)
     assert torch.equal(pictures.by_label["overlay"], overlay_N)
     rows = torch.tensor([5, 2, 30])
-    assert torch.equal(pictures.inputs(rows).inputs, waveforms_NT[rows])
+    assert torch.equal(pictures.inputs(rows).inputs_a, waveforms_NT[rows])
 
 
 @pytest.mark.slow
@@ -59,7 +59,7 @@ def test_a_redraw_has_the_crop_and_the_background_that_training_would_draw(data:
     )
     order = batch.index_B
     redrawn = pictures.inputs(order, lambda index_B: DrawKeys(seed=5, epoch=0, index_B=index_B, view=0))
-    assert torch.equal(redrawn.inputs, batch.inputs_a)
+    assert torch.equal(redrawn.inputs_a, batch.inputs_a)
     assert torch.equal(redrawn.labels["overlay"], batch.labels["overlay"])
     assert torch.equal(redrawn.labels["base"], batch.labels["base"])
     assert not torch.equal(redrawn.labels["overlay"], pictures.by_label["overlay"][order])

@@ -98,7 +98,7 @@ def check_rows(directory: Path) -> None:
         (streamed.inputs(rows), resident.inputs(rows)),
         (streamed.inputs(rows, keys_of), resident.inputs(rows, keys_of)),
     ):
-        assert torch.equal(found.inputs, expected.inputs)
+        assert torch.equal(found.inputs_a, expected.inputs_a)
         assert found.masks_BHW is not None
         assert expected.masks_BHW is not None
         assert torch.equal(found.masks_BHW, expected.masks_BHW)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from data_pipeline.core.pixels import from_bytes
+from trainer.views.inputs import from_bytes
 
 LEVELS = torch.arange(256, dtype=torch.uint8)
 
