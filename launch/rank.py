@@ -22,10 +22,8 @@ from trainer.distributed.environment import choose_device, process_group, read_e
 from trainer.fault_tolerance.preemption import StoppedError
 from trainer.fault_tolerance.stalls import lost_another
 from trainer.memory import keep_freed_memory
-from trainer.mixture import num_classes
 from trainer.own_code import own_packages
-from trainer.planning.plan import bytes_of_data, describe, plan
-from trainer.preflight import check_batch, train_sizes
+from trainer.planning.plan import describe, plan
 from trainer.run_dir import RunDir, TakenError, is_held
 from trainer.train import train
 
@@ -115,21 +113,9 @@ def train_on(
 def print_plan(config: RunConfig, *, world_size: int, device_gigabytes: float | None) -> None:
     """Print the plan of a run. Sizes of the data count if they are there."""
     try:
-        manifest = read_manifests(config.data).train
+        train_set = read_manifests(config.data).train
     except UserError as error:
         print(f"the sizes of the data are not known: {error}", file=sys.stderr)
-        manifest = None
-    check_batch(config, num_samples=() if manifest is None else train_sizes(manifest), num_ranks=world_size)
-    data_bytes = 0
-    if manifest is not None and device_gigabytes is not None:
-        data_bytes = bytes_of_data(config, manifest, device_bytes=int(device_gigabytes * 1e9))
-    planned = plan(
-        config,
-        world_size=world_size,
-        num_samples=None if manifest is None else manifest.num_samples,
-        num_classes=None if manifest is None else num_classes(manifest),
-        input_shape=None if manifest is None else manifest.batch_shape,
-        device_gigabytes=device_gigabytes,
-        data_bytes=data_bytes,
-    )
+        train_set = None
+    planned = plan(config, world_size=world_size, train=train_set, device_gigabytes=device_gigabytes)
     print(describe(planned, config, device_gigabytes=device_gigabytes))

@@ -135,7 +135,7 @@ def measure_ours(setting: Setting, batch_size: int, peer: str, how: str) -> Outc
 def _planned_bytes(peer: str, form: Form) -> int:
     """Return the peak of the memory in a plan, which is that of plain steps."""
     config = config_of(peer, form)
-    return plan(config, world_size=1, num_samples=None, device_gigabytes=None, input_shape=(3, 32, 32)).peak_bytes
+    return plan(config, world_size=1, train=None, device_gigabytes=None).peak_bytes
 
 
 def measure_lightly(setting: Setting, batch_size: int) -> Outcome:

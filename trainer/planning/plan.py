@@ -28,12 +28,12 @@ from trainer.build import assemble
 from trainer.config import RunConfig
 from trainer.distributed.engines import DDPConfig
 from trainer.distributed.fake_process_group import fake_ranks
-from trainer.mixture import TrainManifest, datasets_of
+from trainer.mixture import TrainManifest, datasets_of, num_classes
 from trainer.modules import build_modules, build_run_objective
 from trainer.open_settings import input_size
 from trainer.original_crops import original_crops
 from trainer.planning.live_bytes import LiveBytes, bytes_of
-from trainer.preflight import check_batch, check_batch_norm, check_input_shape
+from trainer.preflight import check_batch, check_batch_norm, check_input_shape, train_sizes
 from trainer.views import BaseViewsConfig, ViewPolicy, ViewsInputs
 from trainer.views.composed import MOST_TURNS, Composed
 from trainer.views.viewmaker import Viewmaker
@@ -81,30 +81,34 @@ def plan(
     config: RunConfig,
     *,
     world_size: int,
-    num_samples: int | None,
-    num_classes: Mapping[str, int] | None = None,
+    train: TrainManifest | None,
     device_gigabytes: float | None,
-    input_shape: tuple[int, ...] | None = None,
-    data_bytes: int = 0,
 ) -> TrainingPlan:
     """Return the memory of the run of `config` on `world_size` ranks. Must not be called inside a process group.
 
     Args:
-        num_samples: the number of samples in the train set; None if it is not built yet.
-        num_classes: the number of classes of each label of the train set; None if it is not built yet.
-        device_gigabytes: the memory of a device in 10^9 bytes, for which to find micro batches; None finds none.
-        input_shape: the shape of a sample, as in the manifest; None assumes pictures of 32 x 32. Not used for sounds.
-        data_bytes: the result of `bytes_of_data` for the device.
+        train: the train set; None if it is not built yet, which assumes pictures of 32 x 32.
+        device_gigabytes: the memory of a device in 10^9 bytes, for which to find micro batches, and which may keep the
+            data; None finds none.
 
     Raises:
         UserError: ranks or micro batches do not divide the batch, the objective needs the unknown number of samples or
             labels, or views or encoder do not accept inputs of this size.
     """
-    _check(config, world_size=world_size, num_samples=num_samples, num_classes=num_classes)
+    check_batch(config, num_samples=() if train is None else train_sizes(train), num_ranks=world_size)
+    if train is None and (config.objective.needs_num_samples or config.objective.needs_labels):
+        raise UserError(
+            f"objective.kind={config.objective.kind} needs the samples or labels of {config.data.train_name}, which "
+            "are not known; build it first"
+        )
+    num_samples, classes, data_bytes = 0, dict[str, int](), 0
     mel, channels = config.data.mel, config.encoder.in_channels
-    shape = input_shape
-    if shape is None:
-        shape = (channels, _ASSUMED_SIZE, _ASSUMED_SIZE) if mel is None else (mel.num_points,)
+    shape: tuple[int, ...] = (channels, _ASSUMED_SIZE, _ASSUMED_SIZE) if mel is None else (mel.num_points,)
+    if train is not None:
+        num_samples, classes, shape = train.num_samples, num_classes(train), train.batch_shape
+        config.objective.check_labels(classes)
+        if device_gigabytes is not None:
+            data_bytes = bytes_of_data(config, train, device_bytes=int(device_gigabytes * 1e9))
     height, width = input_size(config, shape)
     check_input_shape(config, height=height, width=width, where=config.data.train_name)
     check_batch_norm(config, height=height, width=width, num_ranks=world_size)
@@ -119,9 +123,7 @@ def plan(
 
     @cache
     def at(micro_batches: int) -> TrainingPlan:
-        found = _measure(
-            cut(micro_batches), world_size, num_samples=num_samples or 0, num_classes=num_classes or {}, shape=shape
-        )
+        found = _measure(cut(micro_batches), world_size, num_samples=num_samples, num_classes=classes, shape=shape)
         return replace(found, batch_bytes=found.batch_bytes + data_bytes)
 
     def can_be_cut(micro_batches: int) -> bool:
@@ -189,24 +191,6 @@ def describe(planned: TrainingPlan, config: RunConfig, *, device_gigabytes: floa
 
 def _in_words(size: int) -> str:
     return next((f"{size / factor:.2f} {unit}" for unit, factor in _UNITS if size >= factor), f"{size} B")
-
-
-def _check(
-    config: RunConfig, *, world_size: int, num_samples: int | None, num_classes: Mapping[str, int] | None
-) -> None:
-    # The sizes of the sources of a mixture are not known here.
-    sizes = () if num_samples is None or config.data.mixture is not None else (num_samples,)
-    check_batch(config, num_samples=sizes, num_ranks=world_size)
-    needs = "needs_num_samples" if config.objective.needs_num_samples and num_samples is None else ""
-    if num_classes is not None:
-        config.objective.check_labels(num_classes)
-    elif config.objective.needs_labels:
-        needs = "needs_labels"
-    if needs:
-        raise UserError(
-            f"objective.kind={config.objective.kind} {needs.replace('_', ' ')} of {config.data.train_name}, which are "
-            "not known; build it first"
-        )
 
 
 def _measure(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 
@@ -14,9 +15,9 @@ from data_pipeline.core.batch import Batch
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.loading.placement import resident_bytes
-from data_pipeline.storage.manifest import Manifest
+from data_pipeline.storage.manifest import Manifest, load_manifest
 from tests.small_encoder import CONVNET
-from tests.tiny_data import write_tiny_pair
+from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.build import build_training
 from trainer.config import RunConfig
 from trainer.data import read_manifests
@@ -59,11 +60,15 @@ def _planned(config: str, ranks: int, device_gigabytes: float | None) -> Trainin
     return plan(
         RunConfig.model_validate_json(config),
         world_size=ranks,
-        num_samples=NUM_SAMPLES,
-        num_classes=NUM_CLASSES,
+        train=train_set(),
         device_gigabytes=device_gigabytes,
-        input_shape=SHAPE,
     )
+
+
+@functools.cache
+def train_set() -> Manifest:
+    with tempfile.TemporaryDirectory() as directory:
+        return load_manifest(write_tiny_dataset(Path(directory) / "train", num_samples=NUM_SAMPLES))
 
 
 def measured(config: RunConfig) -> tuple[int, int]:
@@ -109,7 +114,10 @@ def test_each_rank_keeps_its_share_of_the_optimizer() -> None:
 @pytest.mark.slow
 def test_the_cut_that_fits_is_the_least_that_does() -> None:
     whole, halves, few = (
-        resolve_recipe("debug:image", [CONVNET, f"global_batch_size={size}", f"memory.micro_batches={parts}"])
+        resolve_recipe(
+            "debug:image",
+            [CONVNET, f"global_batch_size={size}", f"memory.micro_batches={parts}", "data.placement=stream"],
+        )
         for size, parts in ((64, 1), (64, 2), (2, 1))
     )
     too_much, enough = planned(whole).peak_bytes, planned(halves).peak_bytes
@@ -145,7 +153,7 @@ def test_ranks_share_the_batch() -> None:
     assert (one.rank_batch_size, four.rank_batch_size) == (BATCH_SIZE, BATCH_SIZE // 4)
     assert four.step_bytes < one.step_bytes / 2
     assert not is_distributed()
-    unknown = plan(resolve_recipe("debug:image"), world_size=1, num_samples=None, device_gigabytes=None)
+    unknown = plan(resolve_recipe("debug:image"), world_size=1, train=None, device_gigabytes=None)
     assert unknown.input_shape == (3, 32, 32)
 
 
@@ -153,7 +161,7 @@ def test_ranks_share_the_batch() -> None:
 @pytest.mark.parametrize("recipe", ["debug:audio", "debug:audio_viewmaker"])
 def test_sounds_are_planned_by_their_spectrograms(recipe: str) -> None:
     config = resolve_recipe(recipe, ["global_batch_size=2"])
-    found = plan(config, world_size=1, num_samples=None, device_gigabytes=None)
+    found = plan(config, world_size=1, train=None, device_gigabytes=None)
     mel = config.data.mel
     assert mel is not None
     assert found.batch_bytes == 2 * (2 * mel.num_points * 4) + 3 * 2 * 8
@@ -161,15 +169,15 @@ def test_sounds_are_planned_by_their_spectrograms(recipe: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "ranks", "samples", "reason"),
+    ("run", "ranks", "is_built", "reason"),
     [
-        ("viewmaker", 3, NUM_SAMPLES, "cannot be divided by 3 ranks"),
-        ("bank", 1, None, "build it first"),
-        ("supervised", 1, None, "build it first"),
-        ("micro batches", 16, NUM_SAMPLES, "micro_batches 2 does not divide"),
+        ("viewmaker", 3, True, "cannot be divided by 3 ranks"),
+        ("bank", 1, False, "build it first"),
+        ("supervised", 1, False, "build it first"),
+        ("micro batches", 16, True, "micro_batches 2 does not divide"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(run: str, ranks: int, samples: int | None, reason: str) -> None:
+def test_what_cannot_be_planned_is_refused(run: str, ranks: int, is_built: bool, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
-        plan(configure(run), world_size=ranks, num_samples=samples, device_gigabytes=None)
+        plan(configure(run), world_size=ranks, train=train_set() if is_built else None, device_gigabytes=None)
     assert not is_distributed()
