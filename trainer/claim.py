@@ -1,27 +1,22 @@
-"""Take a run directory for a training, and go on from its newest checkpoint if it is the run's own.
+"""Take a run directory for a training, if its checkpoints are of this run, its config, its data and its code.
 
 Invariant: a run goes on with the same datasets, or with new ones that the user has accepted.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.imports import without_garbage_collection
-from trainer.build import Training
-from trainer.checkpoint.restore import Restored, newest_state, restore
+from trainer.checkpoint.restore import Restored, newest_state
 from trainer.checkpoint.run_state import NAME_DIGITS, DataIdentity
 from trainer.config import RunConfig, read_run_config
 from trainer.config_changes import refuse_edited_config, refuse_other_config
 from trainer.data import DataConfig, Manifests
-from trainer.distributed.collectives import on_first_rank
 from trainer.own_code import check_same_code
 from trainer.preflight import check_manifests, check_start
 from trainer.run_dir import LOCK_NAME, Hold, RunDir, hold, write_json
-
-logger = logging.getLogger(__name__)
 
 
 @without_garbage_collection()  # the first trial of an encoder imports much of torch
@@ -45,7 +40,7 @@ def claim(run_dir: RunDir, config: RunConfig, manifests: Manifests, *, accepted_
         found = newest_state(run_dir)
         if found.step == 0:
             check_start(config, manifests)
-        _check_resumed(run_dir, config, manifests, found, accepted_data=accepted_data)
+        _check_same_data(run_dir, config, manifests, found, accepted_data=accepted_data)
         if found.step > 0:
             refuse_edited_config(run_dir, config)
             check_same_code(run_dir, config, manifests.datasets, step=found.step, accepted=accepted_data)
@@ -58,45 +53,17 @@ def claim(run_dir: RunDir, config: RunConfig, manifests: Manifests, *, accepted_
     return held
 
 
-def resume(
-    run_dir: RunDir,
-    config: RunConfig,
-    manifests: Manifests,
-    training: Training,
-    *,
-    accepted_data: Collection[str],
-) -> Restored:
-    """Load the newest whole checkpoint into a training, and check that it fits the data. Every rank must call this.
-
-    `claim` has checked the newest checkpoint; if its files are damaged, this loads an older one. Raises like `restore`
-    and `claim`.
-    """
-    restored = restore(
-        run_dir,
-        training.engines,
-        training.objective,
-        extra=training.step.loss_scale.state(),
-        remembers=manifests.identity if config.objective.needs_num_samples else None,
-    )
-    if on_first_rank(lambda: _check_resumed(run_dir, config, manifests, restored, accepted_data=accepted_data)):
-        logger.warning(
-            "the data were replaced after step %d: going on with the new data, which you accepted", restored.step
-        )
-    return restored
-
-
-def _check_resumed(
+def _check_same_data(
     run_dir: RunDir, config: RunConfig, manifests: Manifests, found: Restored, *, accepted_data: Collection[str]
-) -> bool:
-    """Return whether a run goes on from the checkpoint `found` with new data, which the user has accepted.
+) -> None:
+    """Raise `UserError` if a run cannot go on from the checkpoint `found` with the present data.
 
     The position of a run is its step. With new data, the run therefore goes on with the epoch, the order and the
-    learning rate of the new data at this step. Raises `UserError` if the new data were not accepted, or if a run on
-    them would have ended before this step.
+    learning rate of the new data at this step. The new data must be accepted, and a run on them must not have ended
+    before this step.
     """
     before, now = found.trained_on, manifests.identity
-    is_new = before is not None and before != now
-    if before is not None and is_new and now.name not in accepted_data:
+    if before is not None and before != now and now.name not in accepted_data:
         where, manifest, earlier = _first_change(before, now, config.data)
         raise UserError(
             f"{where} holds another dataset (manifest {manifest[:NAME_DIGITS]}) than the one with which {run_dir.path} "
@@ -111,7 +78,6 @@ def _check_resumed(
             f"its {config.num_epochs} epochs end at step {num_steps}; put the old dataset back, or pass another "
             "directory"
         )
-    return is_new
 
 
 def _first_change(before: DataIdentity, now: DataIdentity, data: DataConfig) -> tuple[str, str, str]:

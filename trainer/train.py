@@ -23,9 +23,9 @@ from data_pipeline.core.progress import Progress
 from data_pipeline.loading.order import ReadingOrder
 from data_pipeline.loading.stream import Stream
 from trainer.build import Training, build_training
-from trainer.checkpoint.restore import newest_state
+from trainer.checkpoint.restore import newest_state, restore
 from trainer.checkpoint.save import CheckpointWriter
-from trainer.claim import claim, resume
+from trainer.claim import claim
 from trainer.config import RunConfig
 from trainer.data import Manifests, open_stream, read_agreed_manifests
 from trainer.distributed.collectives import from_first_rank, on_first_rank, rank, world_size
@@ -77,7 +77,6 @@ def train(
             held,
             device=device,
             command=command,
-            accepted_data=accepted_data,
         )
         stopped_after = None if loop is None else loop.run(stop_requests)
         del loop  # an exception would keep DDP alive until its process group is destroyed, which would then hang
@@ -180,7 +179,6 @@ def open_loop(
     *,
     device: torch.device,
     command: str,
-    accepted_data: Collection[str],
 ) -> TrainingLoop | None:
     """Build a training, restore it from the newest checkpoint, and return its loop; None if no step is left."""
     train_set = manifests.train
@@ -193,9 +191,15 @@ def open_loop(
     check_channels_last(decided, training.modules.encoder, manifests.probed, device=device)
     follow_networks(training)
     check_first_step(training.modules, training.objective, device=device)
-    restored = resume(run_dir, config, manifests, training, accepted_data=accepted_data)
+    restored = restore(
+        run_dir,
+        training.engines,
+        training.objective,
+        extra=training.step.loss_scale.state(),
+        remembers=manifests.identity if config.objective.needs_num_samples else None,
+    )
     steps = range(restored.step, num_steps)
-    log_start(config, training.modules, train_set, device=device, start_step=steps.start, num_steps=num_steps)
+    log_start(config, training.modules, manifests, restored, device=device, num_steps=num_steps)
     if not steps:
         if rank() == 0 and "finished_step" not in run_dir.read_provenance():  # killed after the last checkpoint
             add_to_provenance(run_dir, finished_step=num_steps)

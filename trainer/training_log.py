@@ -14,11 +14,12 @@ import torch
 
 from data_pipeline.core.batch import Batch
 from trainer.build import Training
+from trainer.checkpoint.restore import Restored
 from trainer.config import RunConfig
+from trainer.data import Manifests
 from trainer.distributed.collectives import all_reduce_mean_scalars, rank, world_size
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.liveness import stage
-from trainer.mixture import TrainManifest
 from trainer.modules import TrainedModules
 from trainer.observability.alarms import Alarms
 from trainer.observability.step_pictures import step_pictures
@@ -158,10 +159,10 @@ def open_tracker(run_dir: RunDir, config: RunConfig, *, start_step: int = 0) -> 
 def log_start(
     config: RunConfig,
     modules: TrainedModules,
-    manifest: TrainManifest,
+    manifests: Manifests,
+    restored: Restored,
     *,
     device: torch.device,
-    start_step: int,
     num_steps: int,
 ) -> None:
     """Log the settings of the run. Only rank 0 logs."""
@@ -173,7 +174,7 @@ def log_start(
     )
     steps_per_epoch = num_steps // config.num_epochs
     if modules.config.encoder.kind != config.encoder.kind:
-        size = "x".join(map(str, input_size(config, manifest.batch_shape)))
+        size = "x".join(map(str, input_size(config, manifests.train.batch_shape)))
         logger.info("encoder.kind=%s is %s for inputs of %s", config.encoder.kind, modules.config.encoder.kind, size)
     logger.info("%s: %s; %s on %s", config.name, sizes, config.precision, device)
     micro_batches = config.memory.micro_batches
@@ -186,13 +187,17 @@ def log_start(
         config.encoder.batch_norm,
         config.num_epochs,
         steps_per_epoch,
-        manifest.num_samples,
+        manifests.train.num_samples,
     )
     if config.objective.note is not None:
         logger.info("%s", config.objective.note)
-    if start_step == num_steps:
+    if restored.step == num_steps:
         logger.info("already at its last step %d; nothing to do", num_steps)
-    elif start_step:
-        logger.info("going on from step %d of %d", start_step, num_steps)
-    if config.compiles_networks and start_step < num_steps:
+    elif restored.step:
+        logger.info("going on from step %d of %d", restored.step, num_steps)
+    if restored.trained_on not in {None, manifests.identity}:
+        logger.warning(
+            "the data were replaced after step %d: going on with the new data, which you accepted", restored.step
+        )
+    if config.compiles_networks and restored.step < num_steps:
         logger.info("compile=%s: the first step compiles the networks, which takes a minute or more", config.compile)
