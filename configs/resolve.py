@@ -104,18 +104,22 @@ def _name_of_data(data: DataConfig) -> str:
 def resolve_study(name: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
     """Return the runs of a study such as "studies:table1", with overrides such as "a.b=c" applied to each.
 
+    The name of the study is their tag and group, by which W&B finds them.
+
     Raises `UserError` if two runs have the same name and seed; for an unknown name or key, it names the nearest valid
     one.
     """
     members: list[RunConfig] = _function_anywhere(name, known=studies(), what="study")()
     if not (members and isinstance(members, Sequence) and all(isinstance(each, RunConfig) for each in members)):
         raise UserError(f"the study {name} must return a list of RunConfigs, at least one")
+    study = name.rpartition(":")[2]
+    resolved = []
     for member in members:
         check_classes(member)
-    resolved = [
-        _with_absolute_paths(member.override(overrides, where=f"config {name} ({member.name}, seed {member.seed})"))
-        for member in members
-    ]
+        tracking = member.tracking.model_copy(update={"tags": (study,), "group": study})
+        named = member.model_copy(update={"tracking": tracking})
+        where = f"config {name} ({member.name}, seed {member.seed})"
+        resolved.append(_with_absolute_paths(named.override(overrides, where=where)))
     refuse_namesakes(resolved, where=name)
     for member in resolved:
         check_sections(member, where=f"{name} ({member.name}, seed {member.seed})")

@@ -56,35 +56,35 @@ _PAIRS = ("ab", "ac", "ad", "ae", "bc", "bd", "be", "cd", "ce", "de")
 def table1() -> list[RunConfig]:
     """Table 1 of Tamkin et al. (2022): expert views and a viewmaker, on CIFAR-10 and with three overlays; 24 runs."""
     runs = [getattr(module, row)() for module in (simclr, viewmaker) for row in _ROWS]
-    return _study("table1", _seeded(runs, _SEEDS))
+    return _seeded(runs, _SEEDS)
 
 
 def table1_small() -> list[RunConfig]:
     """Table 1 of Tamkin et al. (2022) for a CPU, with three seeds; 24 runs."""
-    return _small("table1_small", table1(), seeds=_SEEDS)
+    return _small(table1(), seeds=_SEEDS)
 
 
 def table2() -> list[RunConfig]:
     """Table 2 of Tamkin et al. (2022): two expert policies and a viewmaker on speech, backgrounds and both; 27 runs."""
     policies = ("spectral", "waveform", "viewmaker")
     recipes = [getattr(audio, f"{policy}{ending}") for ending in ("_speech", "_sound", "") for policy in policies]
-    return _study("table2", _seeded([recipe() for recipe in recipes], _SOUND_SEEDS))
+    return _seeded([recipe() for recipe in recipes], _SOUND_SEEDS)
 
 
 def table2_small() -> list[RunConfig]:
     """Table 2 of Tamkin et al. (2022) for a CPU, at 8 kHz with three seeds; 27 runs."""
-    return _small("table2_small", table2(), seeds=_SEEDS)
+    return _small(table2(), seeds=_SEEDS)
 
 
 def table3() -> list[RunConfig]:
     """Table 3 of Tamkin et al. (2022): a viewmaker, and a viewmaker that cannot change the object; 18 runs."""
     recipes = [getattr(viewmaker, f"{row}{ending}") for ending in ("", "_masked") for row in _ROWS[1:]]
-    return _study("table3", _seeded([recipe() for recipe in recipes], _SEEDS))
+    return _seeded([recipe() for recipe in recipes], _SEEDS)
 
 
 def table3_small() -> list[RunConfig]:
     """Table 3 of Tamkin et al. (2022) for a CPU, with three seeds; 18 runs."""
-    return _small("table3_small", table3(), seeds=_SEEDS)
+    return _small(table3(), seeds=_SEEDS)
 
 
 def richness() -> list[RunConfig]:
@@ -93,12 +93,12 @@ def richness() -> list[RunConfig]:
     With three seeds these are 120 runs of 800 epochs.
     """
     runs = [named(recipe, letters, views=huang_views(letters)) for recipe in _huang() for letters in _ADDED]
-    return _study("richness", _seeded(runs, _SEEDS))
+    return _seeded(runs, _SEEDS)
 
 
 def richness_small() -> list[RunConfig]:
     """The CIFAR-10 half of `richness` for a CPU, with one seed; 20 runs."""
-    return _small("richness_small", _of_cifar10(richness()), seeds=(0,))
+    return _small(_of_cifar10(richness()), seeds=(0,))
 
 
 def colour() -> list[RunConfig]:
@@ -108,12 +108,12 @@ def colour() -> list[RunConfig]:
         for recipe in _huang()
         for strength in _STRENGTHS
     ]
-    return _study("colour", _seeded(runs, _SEEDS))
+    return _seeded(runs, _SEEDS)
 
 
 def colour_small() -> list[RunConfig]:
     """The CIFAR-10 half of `colour` for a CPU, with one seed; 16 runs."""
-    return _small("colour_small", _of_cifar10(colour()), seeds=(0,))
+    return _small(_of_cifar10(colour()), seeds=(0,))
 
 
 def temperatures() -> list[RunConfig]:
@@ -133,24 +133,24 @@ def temperatures() -> list[RunConfig]:
         for name, loss in losses.items()
         for epochs in (200, 400, 600, 800)
     ]
-    return _study("temperatures", _seeded(_with_knn(runs), _SEEDS))
+    return _seeded(_with_knn(runs), _SEEDS)
 
 
 def temperatures_small() -> list[RunConfig]:
     """`temperatures` for a CPU, with a hundredth of the epochs and one seed; 12 runs."""
-    return _small("temperatures_small", temperatures(), seeds=(0,), epochs={200: 2, 400: 4, 600: 6, 800: 8})
+    return _small(temperatures(), seeds=(0,), epochs={200: 2, 400: 4, 600: 6, 800: 8})
 
 
 def pairs() -> list[RunConfig]:
     """The figure of pairs of transforms of Huang et al. (2023): SimCLR with two transforms, 200 epochs; 30 runs."""
     base = changed(_with_knn([huang.simclr()])[0], num_epochs=200)
     runs = [named(base, f"{letters}-200epochs", views=huang_views(letters)) for letters in _PAIRS]
-    return _study("pairs", _seeded(runs, _SEEDS))
+    return _seeded(runs, _SEEDS)
 
 
 def pairs_small() -> list[RunConfig]:
     """`pairs` for a CPU, with one seed; 10 runs."""
-    return _small("pairs_small", pairs(), seeds=(0,))
+    return _small(pairs(), seeds=(0,))
 
 
 def sharing() -> list[RunConfig]:
@@ -161,12 +161,12 @@ def sharing() -> list[RunConfig]:
     runs = []
     for recipe in (audio.spectral(), audio.waveform(), audio.viewmaker()):
         runs += [named(recipe, "per-item", data=recipe.data.model_copy(update={"overlay": "online"})), recipe]
-    return _study("sharing", _seeded(runs, _SOUND_SEEDS))
+    return _seeded(runs, _SOUND_SEEDS)
 
 
 def sharing_small() -> list[RunConfig]:
     """`sharing` for a CPU, at 8 kHz with three seeds; 18 runs."""
-    return _small("sharing_small", sharing(), seeds=_SEEDS)
+    return _small(sharing(), seeds=_SEEDS)
 
 
 def ablations() -> list[RunConfig]:
@@ -190,12 +190,12 @@ def ablations() -> list[RunConfig]:
         }
         runs += [expert, *(named(expert, name, **change) for name, change in losses.items())]
         runs += [learned, *(named(learned, name, **change) for name, change in (losses | as_in_code).items())]
-    return _study("ablations", _seeded(runs, _SEEDS))
+    return _seeded(runs, _SEEDS)
 
 
 def ablations_small() -> list[RunConfig]:
     """The C+Digits half of `ablations` for a CPU, with one seed; 8 runs."""
-    return _small("ablations_small", [run for run in ablations() if "digits" in run.name], seeds=(0,))
+    return _small([run for run in ablations() if "digits" in run.name], seeds=(0,))
 
 
 def firing() -> list[RunConfig]:
@@ -209,40 +209,33 @@ def firing() -> list[RunConfig]:
     )
     views = {"none": NO_VIEWS, "crop": huang_views("a"), "crop-colour": huang_views("ad")}
     runs = [named(base, name, views=chosen, encoder=network, num_epochs=200) for name, chosen in views.items()]
-    return _study("firing", _seeded(runs, _SEEDS))
+    return _seeded(runs, _SEEDS)
 
 
 def firing_small() -> list[RunConfig]:
     """`firing` for a CPU, with three seeds; 9 runs."""
-    return _small("firing_small", firing(), seeds=_SEEDS)
+    return _small(firing(), seeds=_SEEDS)
 
 
 def suppression() -> list[RunConfig]:
     """Feature suppression: every setting, every cure, every difficulty and three seeds, for a cluster."""
-    return _study("suppression", benchmark(scale="full"))
+    return benchmark(scale="full")
 
 
 def suppression_small() -> list[RunConfig]:
     """Feature suppression for a CPU: every setting and cure, three difficulties, three seeds; 1,422 runs."""
-    return _study("suppression_small", benchmark(scale="small"))
+    return benchmark(scale="small")
 
 
 def suppression_quick() -> list[RunConfig]:
     """Feature suppression in five minutes: RandBit with three cures and one seed; 9 runs."""
     cures = ("SimCLR", "temperature 0.05", "viewmaker")
-    runs = benchmark(scale="small", settings=("randbit",), cures=cures, seeds=(0,), with_ceilings=False)
-    return _study("suppression_quick", runs)
+    return benchmark(scale="small", settings=("randbit",), cures=cures, seeds=(0,), with_ceilings=False)
 
 
 def debug_seeds() -> list[RunConfig]:
     """Expert views and a viewmaker with two seeds each, on the data of debug.py; a minute on a CPU."""
     return _seeded([debug.image(), debug.viewmaker()], (0, 1))
-
-
-def _study(name: str, runs: Sequence[RunConfig]) -> list[RunConfig]:
-    """Return the runs with the study's name as their tag and group, so that W&B can find them."""
-    place = {"tags": (name,), "group": name}
-    return [run.model_copy(update={"tracking": run.tracking.model_copy(update=place)}) for run in runs]
 
 
 def _seeded(runs: Sequence[RunConfig], seeds: Sequence[int]) -> list[RunConfig]:
@@ -266,14 +259,14 @@ def _of_cifar10(runs: Sequence[RunConfig]) -> list[RunConfig]:
 
 
 def _small(
-    name: str, runs: Sequence[RunConfig], *, seeds: Sequence[int], epochs: Mapping[int, int] = MappingProxyType({})
+    runs: Sequence[RunConfig], *, seeds: Sequence[int], epochs: Mapping[int, int] = MappingProxyType({})
 ) -> list[RunConfig]:
     """Return the runs of a study in a form that takes minutes on a CPU, once for each seed.
 
     `epochs` gives the number of epochs for some numbers of epochs in the study; other runs have 6.
     """
     by_name = {run.name: _small_run(run, num_epochs=epochs.get(run.num_epochs, 6)) for run in runs}
-    return _study(name, _seeded(list(by_name.values()), seeds))
+    return _seeded(list(by_name.values()), seeds)
 
 
 def _small_run(run: RunConfig, *, num_epochs: int) -> RunConfig:

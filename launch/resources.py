@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeAlias
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Line, NumProcesses, Schema
@@ -21,16 +21,11 @@ FILE = Path("slurm.yaml")
 _MIN_TRAINING_SECONDS: Final = 60  # between the start of a job and its warning
 
 
-def _as_flags(fields: dict[Line, SbatchValue]) -> dict[Line, SbatchValue]:
-    return {name.replace("_", "-"): value for name, value in fields.items()}
-
-
 Minutes = Annotated[int, Field(ge=1, le=10**7)]  # up to 19 years
 MemoryGB = Annotated[int, Field(ge=1, le=10**6)]
 NumGpus = Annotated[int, Field(ge=0, le=10**6)]
 # A line break in a `Line` would put a line of its own into the batch script.
 SbatchValue: TypeAlias = bool | Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | Line
-SbatchFields = Annotated[dict[Line, SbatchValue], AfterValidator(_as_flags)]
 
 
 class RequestedResources(Schema):
@@ -53,7 +48,7 @@ class RequestedResources(Schema):
     cpus_per_task: NumProcesses | None = None
     gpus_per_node: NumGpus | None = None
     mem_gb: MemoryGB | None = None
-    sbatch: SbatchFields = Field(default={})
+    sbatch: dict[Line, SbatchValue] = Field(default={})
     setup: tuple[Line, ...] = ()
     srun: tuple[Line, ...] = ()
     python: Line | None = None

@@ -38,15 +38,20 @@ class RunStatus:
     reason: str = ""
 
 
-def run_status(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
-    """Return the status of a run; `queue` is from `queue_for`. Raises `UserError` if a file of the run is damaged."""
+def status_of(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
+    """Return the status of a run; `queue` is from `queue_for`.
+
+    Its state is `unknown` if one of its files is damaged or cannot be read.
+    """
     if not run_dir.config.is_file():
         return RunStatus("pending", reason="not started")
-    metrics = run_dir.read_last_metrics()
+    try:
+        metrics, provenance, latest = run_dir.read_last_metrics(), run_dir.read_provenance(), run_dir.latest_step()
+        state, reason = _state(run_dir, queue, provenance)
+    except (UserError, OSError) as error:
+        return RunStatus("unknown", reason=str(error))
     losses = [line["train/loss"] for line in metrics if "train/loss" in line]
-    provenance = run_dir.read_provenance()
-    state, reason = _state(run_dir, queue, provenance)
-    known = (metrics[-1]["step"] if metrics else 0, run_dir.latest_step(), provenance.get("finished_step"))
+    known = (metrics[-1]["step"] if metrics else 0, latest, provenance.get("finished_step"))
     return RunStatus(
         state,
         step=max(step or 0 for step in known),
@@ -54,14 +59,6 @@ def run_status(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
         loss=losses[-1] if losses else None,
         reason=reason,
     )
-
-
-def status_of(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
-    """Return the status of a run; its state is `unknown` if one of its files is damaged or cannot be read."""
-    try:
-        return run_status(run_dir, queue)
-    except (UserError, OSError) as error:
-        return RunStatus("unknown", reason=str(error))
 
 
 def _state(run_dir: RunDir, queue: Mapping[str, str] | None, provenance: Mapping[str, Any]) -> tuple[State, str]:

@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 
 from configs import resolve_recipe
-from launch.states import run_status
+from launch.states import status_of
 from tests.gloo import run_ranks
 from tests.nursery import PythonProcess
 from tests.processes import kill_tree, ranks_of
@@ -96,7 +96,7 @@ def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int) -> N
 def check_it_is_called_killed(run_dir: RunDir) -> None:
     """Wait until the lock of the killed ranks is free, and check what the status says then."""
     deadline = time.monotonic() + 60
-    while (status := run_status(run_dir, {})).state == "running":
+    while (status := status_of(run_dir, {})).state == "running":
         assert time.monotonic() < deadline, "the lock is still held"
         time.sleep(0.05)
     assert (status.state, status.step) == ("killed", len(run_dir.read_metrics()))

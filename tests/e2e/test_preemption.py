@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.states import run_status
+from launch.states import status_of
 from tests.nursery import PythonProcess
 from tests.processes import kill_tree, ranks_of
 from tests.slow_steps import SLOW_STEPS, pausing
@@ -66,11 +66,11 @@ def test_ranks_stop_together_if_one_is_warned_and_if_their_torchrun_is_killed(da
     run_dir = RunDir(tmp_path / "run")
     with start(data, run_dir.path) as process:
         wait_for_steps(run_dir, 3)
-        assert run_status(run_dir, {}).state == "running"
+        assert status_of(run_dir, {}).state == "running"
         os.kill(ranks_of(process.pid)[1], signal.SIGUSR2)
         said, _ = process.communicate(timeout=240)
     assert process.returncode == 1
-    status, step = run_status(run_dir, {}), run_dir.latest_step()
+    status, step = status_of(run_dir, {}), run_dir.latest_step()
     assert (status.state, status.step) == ("stopped", step)
     assert status.reason.startswith(f"stopped after step {step}, as ")
     assert step is not None
@@ -87,7 +87,7 @@ def test_ranks_stop_together_if_one_is_warned_and_if_their_torchrun_is_killed(da
                 os.kill(rank, signal.SIGSTOP)  # so that they are there while they are looked at
             process.kill()
             process.wait()
-            assert run_status(run_dir, {}).state == "running", "it runs as long as its ranks do"
+            assert status_of(run_dir, {}).state == "running", "it runs as long as its ranks do"
             for rank in ranks:
                 os.kill(rank, signal.SIGCONT)
             said, _ = process.communicate(timeout=120)  # until the last of them has closed its output
@@ -129,5 +129,5 @@ def test_ctrl_c_stops_a_run_with_a_checkpoint(data: Path, tmp_path: Path) -> Non
     assert process.returncode == 1
     assert f"stopped after step {step}, as Ctrl-C asked" in said
     assert "Traceback" not in said
-    status = run_status(run_dir, {})
+    status = status_of(run_dir, {})
     assert (status.state, status.step) == ("stopped", step)

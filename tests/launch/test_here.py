@@ -15,7 +15,7 @@ import pytest
 
 import launch.slurm
 from launch.slurm_command import plan_from
-from launch.states import run_status
+from launch.states import status_of
 from tests.commands import float64_recipe
 from tests.nursery import PythonProcess, run_python
 from tests.processes import kill_tree
@@ -109,7 +109,7 @@ def test_ranks_of_this_machine_give_the_same_curve_until_ctrl_c(
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 130, stderr
     wait_until(lambda: not is_held(run_dir))
-    state = run_status(run_dir, {})
+    state = status_of(run_dir, {})
     assert (state.state, "as Ctrl-C asked" in state.reason) == ("stopped", True)
     assert run_dir.latest_step() == len(losses(run_dir)) > 1
     assert losses(run_dir) == pytest.approx(losses(alone)[: len(losses(run_dir))], rel=1e-9)
@@ -124,7 +124,7 @@ def test_a_status_shows_the_error_of_rank_1_and_not_that_of_rank_0_which_lost_it
     environ = pausing(0, ENVIRON)
     done = run_python(command, cwd=ROOT, env=environ | {"FAILING_RANK": "1"})
     assert done.returncode == 1
-    status = run_status(RunDir(tmp_path / "run"), {})
+    status = status_of(RunDir(tmp_path / "run"), {})
     assert (status.state, status.reason) == ("failed", "rank 1: KeyError: 'a label that only rank 1 has'")
 
 

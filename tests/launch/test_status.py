@@ -21,7 +21,7 @@ from launch import status as status_module
 from launch.follow import wait
 from launch.planned_run import PlannedRun
 from launch.rank import noting_its_end
-from launch.states import RunStatus, State, run_status, runs_in, status_of, table
+from launch.states import RunStatus, State, runs_in, status_of, table
 from launch.submitted import Submission, queue_for, record
 from trainer.config import read_config
 from trainer.fault_tolerance.preemption import StoppedError
@@ -50,7 +50,7 @@ def start(run_dir: RunDir, *, host: str = platform.node(), **more: object) -> No
 
 
 def state_of(run_dir: RunDir, queue: Mapping[str, str] | None = NOTHING_QUEUED) -> tuple[str, str]:
-    status = run_status(run_dir, queue)
+    status = status_of(run_dir, queue)
     return status.state, status.reason
 
 
@@ -133,7 +133,7 @@ def test_the_table_shows_steps_and_losses(tmp_path: Path) -> None:
     write_json(started.provenance, {"num_steps": 6})
     make_run(tmp_path / "s", "a-waiting", job_id="2")
     queue = {"1": "RUNNING", "2": "PENDING (Priority)"}
-    shown = table([(run_dir.path.name, run_status(run_dir, queue)) for run_dir in runs_in([tmp_path / "s"])])
+    shown = table([(run_dir.path.name, status_of(run_dir, queue)) for run_dir in runs_in([tmp_path / "s"])])
     assert shown.splitlines() == [
         "run        state    step  loss    reason",
         "a-waiting  waiting  0/?           PENDING (Priority)",

@@ -29,7 +29,7 @@ import safetensors.torch
 import torch
 
 from configs import resolve_recipe
-from launch.states import RunStatus, run_status
+from launch.states import RunStatus, status_of
 from tests.gloo import run_ranks
 from tests.nursery import run_python
 from tests.slow_steps import SLOW_STEPS, pausing
@@ -215,7 +215,7 @@ class Training:
             log=self.log(),
             stalled=describe_stall(self.run_dir),
             stacks=[path.read_text() for path in sorted(self.run_dir.stalled.glob("rank_*.txt"))],
-            status=run_status(self.run_dir, {}),
+            status=status_of(self.run_dir, {}),
         )
         print(moment.row(), flush=True)
         return moment

@@ -18,7 +18,7 @@ import pytest
 
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
-from launch.states import run_status
+from launch.states import status_of
 from tests.trainer.reports.made_runs import make_run
 from trainer.checkpoint.save import CheckpointWriter
 from trainer.run_dir import LOCK_NAME, RunDir, TakenError, hold, is_held, write_atomically
@@ -61,7 +61,7 @@ def test_the_end_of_a_long_file_has_its_last_values(tmp_path: Path) -> None:
     assert whole[-1] == GOOD | {"step": 20_000, "train/loss": 0.5}
     assert 100 < len(end) < len(whole) / 2
     assert end == whole[-len(end) :]
-    status = run_status(run_dir, {})
+    status = status_of(run_dir, {})
     assert (status.step, status.loss) == (20_000, 0.5)
 
 
@@ -97,7 +97,7 @@ def test_a_damaged_latest_is_no_step(content: bytes, tmp_path: Path) -> None:
     run = RunDir(make_run(tmp_path / "run"))
     run.latest.write_bytes(content)
     assert run.latest_step() is None
-    assert run_status(run, {}).step == 11
+    assert status_of(run, {}).step == 11
 
 
 def test_looking_at_the_lock_neither_takes_it_nor_refuses_it_to_a_trainer(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from configs import resolve_recipe
-from launch.states import run_status
+from launch.states import status_of
 from tests.tiny_data import write_tiny_pair
 from trainer.checkpoint.restore import newest_state
 from trainer.config import RunConfig
@@ -65,10 +65,10 @@ def test_a_start_at_the_last_step_marks_the_run_as_finished(config: RunConfig, t
     finished = json.loads(run_dir.provenance.read_text())
     left = {name: value for name, value in finished.items() if name not in {"finished_step", "total_wall_seconds"}}
     write_json(run_dir.provenance, left)  # as a kill right after the last checkpoint leaves it
-    assert run_status(run_dir, queue=None).state != "finished"
+    assert status_of(run_dir, queue=None).state != "finished"
     start(run_dir, config)
     assert json.loads(run_dir.provenance.read_text()) == left | {"finished_step": NUM_STEPS}
-    assert run_status(run_dir, queue=None).state == "finished"
+    assert status_of(run_dir, queue=None).state == "finished"
     write_json(run_dir.provenance, finished)
     start(run_dir, config)
     assert json.loads(run_dir.provenance.read_text()) == finished

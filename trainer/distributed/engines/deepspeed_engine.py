@@ -237,15 +237,10 @@ class DeepSpeedEngine:
         """Finish the last backward pass of a step; later calls in the same step do nothing."""
         if not self._is_averaged:
             self._engine.allreduce_gradients()
-            if self._offloads:
-                self._wait_for_copies()
+            device = next(self.module.parameters()).device
+            if self._offloads and device.type == "cuda":
+                torch.cuda.synchronize(device)  # DeepSpeed copies gradients to host memory, and waits only in its step
             self._is_averaged = True
-
-    def _wait_for_copies(self) -> None:
-        """Wait until the gradients are in host memory. DeepSpeed starts to copy them, and waits only in its step."""
-        device = next(self.module.parameters()).device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
 
     def _gradients(self) -> list[Tensor]:
         """Return the averaged gradients of this rank's pieces."""
