@@ -85,14 +85,6 @@ def mnist_digits(root: Path, *, split: str, kind: MnistKind = "mnist") -> DigitS
     """
     raw = root / "MNIST" / "raw"
     prefix = "t10k" if kind == "mnist_t10k" or (kind == "mnist_test_for_test" and split == "test") else "train"
-    if _find(raw, f"{prefix}-images-idx3-ubyte") is None:
-        instead = ""
-        if prefix == "train" and _find(raw, "t10k-images-idx3-ubyte") is not None:
-            instead = ", or choose the digits mnist_t10k, which cuts the test digits that are there into two splits"
-        raise UserError(
-            f"{raw} has no {prefix}-images-idx3-ubyte, with or without .gz; download MNIST with `python -c "
-            f"\"import torchvision; torchvision.datasets.MNIST('{root}', download=True)\"`{instead}"
-        )
     images = _read_idx(raw, f"{prefix}-images-idx3-ubyte", num_dimensions=3)
     labels = _read_idx(raw, f"{prefix}-labels-idx1-ubyte", num_dimensions=1).astype(np.int64)
     if len(images) != len(labels) or labels.max(initial=0) > 9:
@@ -125,7 +117,13 @@ def _read_idx(raw: Path, name: str, *, num_dimensions: int) -> NDArray[np.uint8]
     """Read an array in MNIST's idx format: two zero bytes, type, number of dimensions, sizes, values."""
     path = _find(raw, name)
     if path is None:
-        raise UserError(f"{raw / name} is missing; download MNIST again")
+        instead = ""
+        if name.startswith("train") and _find(raw, "t10k-images-idx3-ubyte") is not None:
+            instead = ", or choose the digits mnist_t10k, which cuts the test digits that are there into two splits"
+        raise UserError(
+            f'{raw} has no {name}, with or without .gz; download MNIST with `python -c "import torchvision; '
+            f"torchvision.datasets.MNIST('{raw.parents[1]}', download=True)\"`{instead}"
+        )
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             data = file.read()
