@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.loading.mixture import SAME_INPUTS, check_mixture
+from data_pipeline.loading.mixture import check_mixture, check_same_inputs
 from data_pipeline.loading.order import check_batch_size, check_ranks
 from data_pipeline.storage.manifest import Manifest
 from trainer.config import RunConfig
@@ -73,14 +73,7 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
     train, test = manifests.probed, manifests.test
     train_dir, test_dir = config.data.probed_dir, config.data.test_dir
     sources = dict(zip(config.data.train_locations.values(), datasets_of(manifests.train), strict=True))
-    for location, manifest in [*sources.items(), (test_dir, test)]:
-        for name, what in SAME_INPUTS.items():
-            found, expected = getattr(manifest, name), getattr(train, name)
-            if found != expected:
-                raise UserError(
-                    f"{train_dir} and {location} differ in {what} ({expected} and {found}); "
-                    "build both from the same source and dataset"
-                )
+    check_same_inputs({train_dir: train, **sources, test_dir: test})
     check_same_classes(train, test)
     if config.probe.labels is not None or config.probe.groups is not None:
         pairs_of(readable_labels(train, test), config.probe.groups)

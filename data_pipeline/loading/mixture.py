@@ -42,10 +42,20 @@ from data_pipeline.loading.order import (
     rows_of_bad,
 )
 from data_pipeline.loading.permutation import KeyedPermutation
+from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore
 
-# The fields of a manifest in which datasets that are read together agree, and their names in messages.
-SAME_INPUTS = {"medium": "medium", "batch_shape": "input shape", "sample_rate": "sample rate"}
+
+def check_same_inputs(datasets: Mapping[str, Manifest]) -> None:
+    """Raise `UserError` if datasets that are read together differ in medium, input shape or sample rate."""
+    (first, expected), *others = datasets.items()
+    for name, manifest in others:
+        for entry, what in (("medium", "medium"), ("batch_shape", "input shape"), ("sample_rate", "sample rate")):
+            here, there = getattr(manifest, entry), getattr(expected, entry)
+            if here != there:
+                raise UserError(
+                    f"{first} and {name} differ in {what} ({there} and {here}); build or index both for the same"
+                )
 
 
 @dataclass(frozen=True)
@@ -132,15 +142,7 @@ class Mixture:
     epoch_samples: int | None = None
 
     def __post_init__(self) -> None:
-        first, first_store = next(iter(self.sources.items()))
-        for source, store in self.sources.items():
-            for name, what in SAME_INPUTS.items():
-                here, there = getattr(store.manifest, name), getattr(first_store.manifest, name)
-                if here != there:
-                    raise UserError(
-                        f"{first} and {source} are in one mixture, but differ in {what} ({there} and {here}); build or "
-                        "index both for the same"
-                    )
+        check_same_inputs({name: store.manifest for name, store in self.sources.items()})
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def test_directories_that_training_would_not_mix_are_refused(
     write_tiny_sounds(tmp_path / "sounds", num_samples=40)
     write_tiny_dataset(tmp_path / "larger", num_samples=40)
     for more, message in (
-        (tmp_path / "sounds", r"are in one mixture, but differ in medium \(picture and sound\)"),
+        (tmp_path / "sounds", r"sounds differ in medium \(picture and sound\)"),
         (tmp_path / "larger", r"differ in input shape \(\(3, 8, 8\) and \(3, 16, 16\)\)"),
     ):
         with pytest.raises(UserError, match=message):
