@@ -59,23 +59,6 @@ def neighbors_of(targets: Mapping[LabelSpace, Target], most: int) -> dict[LabelS
     return found
 
 
-def nearest(bank_NC: Tensor, queries_BC: Tensor, *, num_neighbors: int) -> tuple[Tensor, Tensor]:
-    """Return the largest cosines (B, R) of each query with the bank, in no order, and their rows (B, R) of the bank.
-
-    Features are normalised here, in float32.
-    """
-    queries_BC, bank_NC = (F.normalize(features.float(), dim=1) for features in (queries_BC, bank_NC))
-    cosine_BR, row_BR = (queries_BC @ bank_NC.T).topk(num_neighbors, dim=1, sorted=False)
-    return cosine_BR, row_BR
-
-
-def vote(cosine_BR: Tensor, label_BR: Tensor, *, num_classes: int, temperature: float = TEMPERATURE) -> Tensor:
-    """Return the `best_classes` (B,) by the sum of exp(cosine / temperature) over the neighbours of each class."""
-    # A product, because a scatter on a GPU adds in another order each time.
-    is_class_BRK = F.one_hot(label_BR, num_classes).to(cosine_BR.dtype)
-    return best_classes(torch.einsum("br,brk->bk", (cosine_BR / temperature).exp(), is_class_BRK))
-
-
 def knn_classes(
     bank_NC: Tensor,
     queries_QC: Tensor,
@@ -86,23 +69,27 @@ def knn_classes(
 ) -> Tensor:
     """Return the class that the vote gives to each test picture, (Q,) int64. Every rank calls this.
 
-    Of a label that is a number, returns the mean of the neighbours with the weights of the vote, (Q,) float64.
+    Each neighbour votes with the weight exp(cosine / `TEMPERATURE`); see `best_classes`. Of a label that is a number,
+    returns the mean of the neighbours with these weights, (Q,) float64.
 
-    Takes features of train and test pictures. The device of the train features computes. Train pictures without the
-    label are no neighbours.
+    Takes features of train and test pictures, and normalises them in float32. The device of the train features
+    computes. Train pictures without the label are no neighbours.
     """
     label_N = target.train_N.to(bank_NC.device)
     if not target.is_in_all:
         bank_NC, label_N = bank_NC[label_N != NO_LABEL], label_N[label_N != NO_LABEL]
-
+    unit_NC = F.normalize(bank_NC.float(), dim=1)
     number_K = None if target.numbers is None else target.numbers[0].to(bank_NC.device)
 
     def predict(chunk_BC: Tensor) -> list[Tensor]:
-        cosine_BR, row_BR = nearest(bank_NC, chunk_BC.to(bank_NC.device), num_neighbors=num_neighbors)
+        unit_BC = F.normalize(chunk_BC.to(bank_NC.device).float(), dim=1)
+        cosine_BR, row_BR = (unit_BC @ unit_NC.T).topk(num_neighbors, dim=1, sorted=False)
         if number_K is not None:
             weight_BR = (cosine_BR.double() / TEMPERATURE).softmax(1)
             return [(weight_BR * number_K[label_N[row_BR]]).sum(1)]
-        return [vote(cosine_BR, label_N[row_BR], num_classes=target.num_classes)]
+        # A product, because a scatter on a GPU adds in another order each time.
+        is_class_BRK = F.one_hot(label_N[row_BR], target.num_classes).to(cosine_BR.dtype)
+        return [best_classes(torch.einsum("br,brk->bk", (cosine_BR / TEMPERATURE).exp(), is_class_BRK))]
 
     with torch.no_grad():
         [class_Q] = shared_rows(predict, queries_QC, chunk_size=chunk_size)

@@ -39,6 +39,11 @@ class Halves(nn.Module):
         return torch.stack([top.mean((1, 2)), bottom.mean((1, 2))], dim=1) * 10
 
 
+def resnet() -> Encoder:
+    torch.manual_seed(0)
+    return build_encoder(ResNetConfig(kind="resnet10", width=4, mean=(0.5,) * 3, std=(0.2,) * 3))
+
+
 class Pairs(Dataset[Any]):
     """Pictures whose top half is dark or bright, class 0 or 1; `give` makes the items."""
 
@@ -69,8 +74,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_accuracies_are_those_of_the_command(tmp_path: Path) -> None:
     data = write_tiny_pair(tmp_path / "data", num_train=64, num_test=32, overlay="online")
-    torch.manual_seed(0)
-    encoder = build_encoder(ResNetConfig(kind="resnet10", width=4, mean=(0.5,) * 3, std=(0.2,) * 3)).eval()
+    encoder = resnet().eval()
     train, test = read_pictures(data / "train", draw=TRAIN_DRAW), read_pictures(data / "test")
     fitted = fit(
         encoder,
@@ -115,8 +119,7 @@ class WithDropout(nn.Module):
 
 
 def test_a_method_is_probed_with_its_module_in_eval_mode_and_changes_nothing(tiny: Path) -> None:
-    torch.manual_seed(0)
-    encoder = build_encoder(ResNetConfig(kind="resnet10", width=4, mean=(0.5,) * 3, std=(0.2,) * 3)).train()
+    encoder = resnet().train()
     encoder.get_submodule("trunk.layer1").eval()  # as a part that a user has frozen
     before, modes = copy.deepcopy(encoder.state_dict()), [part.training for part in encoder.modules()]
     found = probe(WithDropout(encoder).embed, tiny / "train", tiny / "test", config=QUICK)
@@ -135,8 +138,7 @@ def test_a_method_is_probed_with_its_module_in_eval_mode_and_changes_nothing(tin
     ids=["AveragedModel", "compile of DataParallel"],
 )
 def test_an_encoder_in_a_wrapper_of_torch_is_probed_as_without(wrap: Callable[[nn.Module], Any], tiny: Path) -> None:
-    torch.manual_seed(0)
-    encoder = build_encoder(ResNetConfig(kind="resnet10", width=4, mean=(0.5,) * 3, std=(0.2,) * 3))
+    encoder = resnet()
     expected = probe(encoder, tiny / "train", tiny / "test", config=QUICK)
     assert probe(wrap(encoder), tiny / "train", tiny / "test", config=QUICK) == expected
     assert probe(wrap(Halves()), tiny / "train", tiny / "test", config=QUICK)["base"].knn > 0.9
@@ -168,8 +170,7 @@ def test_data_of_others_in_every_form(kind: str) -> None:
 
 @pytest.mark.parametrize("context", [lambda: torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode])
 def test_the_context_around_a_probe_has_no_effect(context: Any, tiny: Path) -> None:
-    torch.manual_seed(0)
-    encoder = build_encoder(ResNetConfig(kind="resnet10", width=4, mean=(0.5,) * 3, std=(0.2,) * 3))
+    encoder = resnet()
     expected = probe(encoder, tiny / "train", tiny / "test", config=QUICK)
     with context():
         assert probe(encoder, tiny / "train", tiny / "test", config=QUICK) == expected
@@ -231,7 +232,7 @@ def fixed(shape: tuple[int, ...]) -> nn.Module:
         (lambda x: x.flatten(1) * torch.nan, Pairs(8, plain), Pairs(8, plain), "not all finite"),
         (fixed((5, 4, 4)), Pairs(8, plain), Pairs(8, plain), r"returns \(8, 5, 4, 4\) for 8 pictures"),
         (
-            build_encoder(ResNetConfig(kind="resnet10", width=4, mean=(0.5,) * 3, std=(0.2,) * 3)),
+            resnet(),
             Pairs(8, lambda x, y: (x * 255, y)),
             Pairs(8, plain),
             r"pictures must be in \[0, 1\], got values from",

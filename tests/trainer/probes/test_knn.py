@@ -6,7 +6,7 @@ import torch
 from numpy.typing import NDArray
 from sklearn.neighbors import KNeighborsClassifier
 
-from trainer.probes.knn import knn_classes, nearest, neighbors_of, vote
+from trainer.probes.knn import knn_classes, neighbors_of
 from trainer.probes.linear import Target, accuracy
 
 
@@ -16,6 +16,7 @@ def random_features(num: int, *, num_channels: int = 12, seed: int) -> torch.Ten
 
 BANK, LABELS = random_features(150, seed=0), torch.randint(4, (150,), generator=torch.Generator().manual_seed(1))
 QUERIES = random_features(103, seed=2)
+TARGET = Target(LABELS, LABELS, num_classes=4)
 
 
 def slow_reference(num_neighbors: int) -> list[int]:
@@ -32,15 +33,9 @@ def slow_reference(num_neighbors: int) -> list[int]:
     return predicted
 
 
-def predict(bank: torch.Tensor, queries: torch.Tensor, *, num_neighbors: int) -> torch.Tensor:
-    cosine_QR, neighbor_QR = nearest(bank, queries, num_neighbors=num_neighbors)
-    return vote(cosine_QR, LABELS[neighbor_QR], num_classes=4)
-
-
 @pytest.mark.parametrize("chunk_size", [10, 512])
 def test_the_classes_are_those_of_a_slow_float64_loop_in_chunks_of_any_size(chunk_size: int) -> None:
-    target = Target(LABELS, LABELS, num_classes=4)
-    assert knn_classes(BANK, QUERIES, target, num_neighbors=30, chunk_size=chunk_size).tolist() == slow_reference(30)
+    assert knn_classes(BANK, QUERIES, TARGET, num_neighbors=30, chunk_size=chunk_size).tolist() == slow_reference(30)
 
 
 def test_all_of_four_separated_clusters_are_told_apart(caplog: pytest.LogCaptureFixture) -> None:
@@ -80,10 +75,10 @@ def test_equals_scikit_learn(num_neighbors: int) -> None:
 
     unit_bank, unit_queries = (torch.nn.functional.normalize(x.double(), dim=1).numpy() for x in (BANK, QUERIES))
     peer = KNeighborsClassifier(n_neighbors=num_neighbors, weights=weights, algorithm="brute").fit(unit_bank, LABELS)
-    predicted = predict(BANK, QUERIES, num_neighbors=num_neighbors)
+    predicted = knn_classes(BANK, QUERIES, TARGET, num_neighbors=num_neighbors)
     assert predicted.tolist() == peer.predict(unit_queries).tolist()
 
 
 def test_large_features_do_not_overflow() -> None:
-    scaled = predict(BANK * 1e6, QUERIES * 1e-6, num_neighbors=30)
-    assert torch.equal(scaled, predict(BANK, QUERIES, num_neighbors=30))
+    scaled = knn_classes(BANK * 1e6, QUERIES * 1e-6, TARGET, num_neighbors=30)
+    assert torch.equal(scaled, knn_classes(BANK, QUERIES, TARGET, num_neighbors=30))
