@@ -49,25 +49,24 @@ class PlacedDigits:
     digits: DigitSource
     seed: int
     split: str
-    digit_size: int = DEFAULT_DIGIT_SIZE
-    image_size: int = DEFAULT_IMAGE_SIZE
+    options: PlacedDigitsOptions
     needs_root: ClassVar[bool] = False
     options_schema: ClassVar[type[Schema]] = PlacedDigitsOptions
     class_names: tuple[str, ...] = field(default=tuple("0123456789"), init=False)
     title: str = field(default="digit", init=False)
 
     def __post_init__(self) -> None:
-        check_fits(self.digit_size, image_size=self.image_size)
+        check_fits(self.options.digit_size, image_size=self.options.image_size)
 
     @classmethod
     def open(cls, given: SourceInputs) -> Self:
         options = given.read(PlacedDigitsOptions)
         digits = read_digits(options.kind, given.root, split=given.split)
-        return cls(digits, given.seed, given.split, options.digit_size, options.image_size)
+        return cls(digits, given.seed, given.split, options)
 
     @property
     def description(self) -> str:
-        return f"{self.digits.description}, {self.digit_size} pixels on a canvas of {self.image_size}"
+        return f"{self.digits.description}, {self.options.digit_size} pixels on a canvas of {self.options.image_size}"
 
     @property
     def labels(self) -> NDArray[np.int64]:
@@ -75,8 +74,8 @@ class PlacedDigits:
 
     def __getitem__(self, number: int) -> Record:
         rng = generator(self.seed, f"placed digits {self.split}", number)
-        row, column = rng.integers(0, self.image_size - self.digit_size + 1, 2)
-        canvas = np.zeros((self.image_size, self.image_size, 3), dtype=np.uint8)
-        square = canvas[row : row + self.digit_size, column : column + self.digit_size]
-        square[:] = resize(self.digits.images[number], self.digit_size)[:, :, None]
+        size, image_size = self.options.digit_size, self.options.image_size
+        row, column = rng.integers(0, image_size - size + 1, 2)
+        canvas = np.zeros((image_size, image_size, 3), dtype=np.uint8)
+        canvas[row : row + size, column : column + size] = resize(self.digits.images[number], size)[:, :, None]
         return Record(canvas, int(self.digits.labels[number]))

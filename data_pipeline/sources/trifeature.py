@@ -240,23 +240,14 @@ class TrifeatureOptions(Schema):
 class Trifeature:
     """A source of `num_records` pictures.
 
-    Picture `number` and its labels depend on (seed, split, number) and on the settings alone. The train and the test
+    Picture `number` and its labels depend on (seed, split, number) and on the options alone. The train and the test
     split hold the same combinations, at other places and angles.
-
-    Attributes:
-        seed, split: of the draws.
-        num_records: the number of pictures.
-        image_size: height and width in pixels, 48 or more.
-        correlation: the probability, 0 to 1, that a correlated label takes the number of the shape.
-        correlated: the labels to which `correlation` applies, of `CORRELATED`.
     """
 
     seed: int
     split: str
     num_records: int
-    image_size: int = DEFAULT_IMAGE_SIZE
-    correlation: float = 0.0
-    correlated: tuple[str, ...] = CORRELATED
+    options: TrifeatureOptions
     needs_root: ClassVar[bool] = False
     options_schema: ClassVar[type[Schema]] = TrifeatureOptions
     class_names: tuple[str, ...] = field(default=tuple(SHAPES), init=False)
@@ -264,24 +255,16 @@ class Trifeature:
 
     @classmethod
     def open(cls, given: SourceInputs) -> Self:
-        options = given.read(TrifeatureOptions)
-        return cls(
-            given.seed,
-            given.split,
-            given.limit or DEFAULT_NUM_RECORDS[given.split],
-            image_size=options.image_size,
-            correlation=options.correlation,
-            correlated=tuple(options.correlated.split(",")),
-        )
+        num_records = given.limit or DEFAULT_NUM_RECORDS[given.split]
+        return cls(given.seed, given.split, num_records, given.read(TrifeatureOptions))
 
     @property
     def description(self) -> str:
-        if self.correlation == 0:
-            return f"trifeature, {self.image_size} pixels"
-        return (
-            f"trifeature, {self.image_size} pixels, {' and '.join(self.correlated)} correlated with the shape by "
-            f"{self.correlation}"
-        )
+        options, correlated = self.options, ""
+        if options.correlation:
+            names = options.correlated.replace(",", " and ")
+            correlated = f", {names} correlated with the shape by {options.correlation}"
+        return f"trifeature, {options.image_size} pixels{correlated}"
 
     @property
     def labels(self) -> NDArray[np.int64]:
@@ -302,10 +285,8 @@ class Trifeature:
             rng = generator(self.seed, f"trifeature labels {self.split}", block)
             pair_N = rng.permuted(np.tile(np.arange(_NUM_CLASSES**2)[:, None], _NUM_CLASSES), axis=0).reshape(-1)
             for name, number_N in (("texture", pair_N % _NUM_CLASSES), ("colour", pair_N // _NUM_CLASSES)):
-                follows_N = rng.random(_NUM_COMBINATIONS) < self.correlation
-                if name not in self.correlated:
-                    follows_N[:] = False
-                columns[name].append(np.where(follows_N, shape_N, number_N))
+                share = self.options.correlation if name in self.options.correlated else 0
+                columns[name].append(np.where(rng.random(_NUM_COMBINATIONS) < share, shape_N, number_N))
         return {name: np.concatenate(parts)[: self.num_records] for name, parts in columns.items()}
 
     def __getitem__(self, number: int) -> Record:
@@ -315,7 +296,7 @@ class Trifeature:
             SHAPES[self.class_names[label]],
             TEXTURES[tuple(TEXTURES)[texture]],
             COLOURS[tuple(COLOURS)[colour]],
-            size=self.image_size,
+            size=self.options.image_size,
             rng=generator(self.seed, f"trifeature {self.split}", number),
         )
         return Record(picture, label)

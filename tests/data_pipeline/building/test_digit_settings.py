@@ -24,7 +24,7 @@ from data_pipeline.overlays.registry import load_overlay
 from data_pipeline.overlays.second_digit import SecondDigit
 from data_pipeline.overlays.tiled_digit import TiledDigit, choose_digits, default_size
 from data_pipeline.sources.digits import DigitSource, resize, sklearn_digits
-from data_pipeline.sources.placed_digits import PlacedDigits
+from data_pipeline.sources.placed_digits import PlacedDigits, PlacedDigitsOptions
 from data_pipeline.storage.manifest import OVERLAY_NAME, Manifest
 from tests.data_pipeline.building.draws import is_uniform, keys_of
 from tests.data_pipeline.stored_samples import find_problems
@@ -54,7 +54,8 @@ def black(num: int, size: int) -> Tensor:
 
 @cache
 def placed(digit_size: int = 12, image_size: int = 48, seed: int = 0, split: str = "train") -> PlacedDigits:
-    return PlacedDigits(digits(), seed, split, digit_size, image_size)
+    options = PlacedDigitsOptions(digit_size=digit_size, image_size=image_size)
+    return PlacedDigits(digits(), seed, split, options)
 
 
 def test_a_placed_digit_is_the_resized_digit_somewhere_on_black() -> None:
