@@ -22,7 +22,7 @@ import pytest
 from pydantic import BaseModel
 
 from configs.resolve import recipes, studies
-from data_pipeline.building.catalogue import DATASETS
+from data_pipeline.building.datasets import DATASETS
 from data_pipeline.overlays.registry import OVERLAYS
 from tests.config_models import models_in
 from tests.nursery import run_python

@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from data_pipeline.building.catalogue import DATASETS, Ingredients, open_dataset, with_overlay
+from data_pipeline.building.catalogue import Ingredients, open_dataset, with_overlay
 from data_pipeline.building.datasets import BOTH, NUM_SAMPLES_PER_SHARD, OVERLAY_MODES, SPLITS, TAR_PICTURE_SIZE
 from data_pipeline.building.index_tars import leave_out, partial_path, write_index
 from data_pipeline.building.locks import LOCK_NAME, locked
@@ -114,7 +114,6 @@ def build_dataset(
         raise UserError("--keep stores the files of a folder as they are; use it with a dataset of a folder")
     if keep:
         source_options = {"image_size": TAR_PICTURE_SIZE, **source_options}
-    _check_drawn(dataset, drawn=overlay, repeats=repeats)
     try:
         ingredients = open_dataset(
             dataset,
@@ -172,18 +171,6 @@ class _UnreadableError(Exception):
         self.records = records
 
 
-def _check_drawn(dataset: str, *, drawn: str | None, repeats: int) -> None:
-    """Raise `UserError` if an overlay cannot be drawn when the user wants it."""
-    if drawn is not None and drawn not in OVERLAY_MODES:
-        raise UserError(f'unknown --overlay "{drawn}"{nearest(drawn, OVERLAY_MODES)}')
-    if drawn is not None and dataset in DATASETS and DATASETS[dataset].overlay is None:
-        raise UserError(f"{dataset} has no overlay, so it takes no --overlay; leave it out")
-    if drawn == "online" and repeats > 1:
-        raise UserError(
-            "an online overlay is drawn anew at each reading, so --repeats stores nothing new; leave it out"
-        )
-
-
 def _plan(
     ingredients: Ingredients,
     how_made: HowMade,
@@ -197,6 +184,14 @@ def _plan(
     """Check everything that can be checked before the first tar."""
     source, overlay = ingredients.source, ingredients.overlay
     split, seed, limit, repeats = how_made.split, how_made.seed, how_made.limit, how_made.repeats
+    if drawn is not None and drawn not in OVERLAY_MODES:
+        raise UserError(f'unknown --overlay "{drawn}"{nearest(drawn, OVERLAY_MODES)}')
+    if drawn is not None and overlay is None:
+        raise UserError(f"{how_made.dataset} has no overlay, so it takes no --overlay; leave it out")
+    if drawn == "online" and repeats > 1:
+        raise UserError(
+            "an online overlay is drawn anew at each reading, so --repeats stores nothing new; leave it out"
+        )
     if keep and (repeats > 1 or (overlay is not None and drawn != "online")):
         raise UserError("--keep stores pictures as they are; leave out --repeats, and draw with `--overlay online`")
     columns = labels_of(source)

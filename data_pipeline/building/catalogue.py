@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from data_pipeline.building.datasets import GENERATED, PICTURES, SOURCES, SPLITS, datasets_with
+from data_pipeline.building.datasets import DATASETS, GENERATED, PICTURES, SOURCES, SPLITS, datasets_with
 from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.options import (
     OVERLAY_OPTION,
@@ -27,7 +27,7 @@ from data_pipeline.core.schema import Schema
 from data_pipeline.overlays import NOTHING_GIVEN, Overlay, OverlayInputs, PixelOverlay
 from data_pipeline.overlays.noise import Noise, NoiseOptions
 from data_pipeline.overlays.registry import NAMES as OVERLAY_NAMES
-from data_pipeline.overlays.registry import OVERLAYS, find_overlay
+from data_pipeline.overlays.registry import find_overlay
 from data_pipeline.sources import (
     SoundKind,
     SoundSource,
@@ -45,7 +45,6 @@ from data_pipeline.sources.sound_folder import SoundFolder
 from data_pipeline.sources.spoken_digits import AudioMnist, Fsdd
 from data_pipeline.storage.manifest import LabelEntry
 
-DATASETS = datasets_with([name for name in OVERLAYS if issubclass(find_overlay(name), PixelOverlay)])
 _SOUND_SOURCES: Final[Mapping[str, type[SoundKind]]] = {
     "audiomnist": AudioMnist,
     "fsdd": Fsdd,

@@ -89,6 +89,9 @@ def datasets_with(picture_overlays: Sequence[str]) -> Mapping[str, Dataset]:
     return datasets
 
 
+DATASETS: Final = datasets_with(tuple(PICTURE_OVERLAYS))
+
+
 def describe_datasets() -> str:
     """Return a line for every dataset without an overlay of pictures, every such overlay, and every source."""
     lines = ["datasets, each with its sources in brackets (the first is the default):"]

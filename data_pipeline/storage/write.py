@@ -75,17 +75,12 @@ def shard_name(number: int) -> str:
 def write_shard(samples: Iterable[Mapping[str, bytes]], path: Path, *, first_index: int) -> None:
     """Write the members of consecutive samples as a tar, of which the first has the index `first_index`.
 
-    Holds one sample in memory. The tar gets its name when it is whole and on disk.
+    Holds one sample in memory. The tar is on disk at the end; after an error, a part of it is there.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            # Fixed time, owner and mode: the same samples give the same bytes.
-            with TarWriter(file, encoder=False, mtime=0, user="", group="", mode=0o444) as writer:
-                for index, members in enumerate(samples, first_index):
-                    writer.write({"__key__": sample_key(index), **members})
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with path.open("wb") as file:
+        # Fixed time, owner and mode: the same samples give the same bytes.
+        with TarWriter(file, encoder=False, mtime=0, user="", group="", mode=0o444) as writer:
+            for index, members in enumerate(samples, first_index):
+                writer.write({"__key__": sample_key(index), **members})
+        file.flush()
+        os.fsync(file.fileno())

@@ -387,7 +387,7 @@ def test_others_take_the_places_of_bad_records_within_the_limit(tmp_path: Path) 
 
 def holders(partial: Path) -> set[int]:
     """The processes that write a tar of a build."""
-    start, found = str(partial / ".shard-"), set()
+    start, found = str(partial / "shard-"), set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if any(str(path.readlink()).startswith(start) for path in (process / "fd").iterdir()):

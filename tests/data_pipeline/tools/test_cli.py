@@ -13,8 +13,9 @@ import pytest
 from PIL import Image
 
 from data_pipeline.__main__ import main
-from data_pipeline.building.catalogue import DATASETS, open_dataset
+from data_pipeline.building.catalogue import open_dataset
 from data_pipeline.building.datasets import (
+    DATASETS,
     DIGITS,
     PICTURE_OVERLAYS,
     SOURCE_SUMMARIES,
@@ -130,7 +131,7 @@ def test_ctrl_c_ends_a_build_without_a_traceback_and_leaves_nothing(tmp_path: Pa
     command += ["--limit", "9600", "--samples-per-shard", "80", "--workers", "2"]
     with PythonProcess(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, start_new_session=True) as build:
         deadline = time.monotonic() + 60
-        while not list(tmp_path.glob("data.partial/*.tar")) and time.monotonic() < deadline:
+        while len(list(tmp_path.glob("data.partial/*.tar"))) < 4 and time.monotonic() < deadline:  # both workers run
             time.sleep(0.01)
         os.killpg(build.pid, signal.SIGINT)  # as a terminal sends it: to all processes of the build
         assert build.stderr is not None
