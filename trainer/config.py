@@ -114,8 +114,7 @@ class RunConfig(Schema):
     def engine_optimizers(self) -> dict[str, OptimizerConfig]:
         """Return the optimizers of all engines that a run may have, by name."""
         viewmaker = {} if self.adversary is None else {"viewmaker": self.adversary.optimizer}
-        objective = self.objective.own_optimizer(self.optimizer)
-        return {"encoder": self.optimizer, **viewmaker, "objective": objective}
+        return {"encoder": self.optimizer, **viewmaker, "objective": self.optimizer}
 
 
 def read_config(path: Path) -> RunConfig:

@@ -9,21 +9,13 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from data_pipeline.core.errors import UserError
 from trainer.models.heads import set_keras_defaults
 from trainer.models.trunk import ConvolutionalTrunk
-
-Padding: TypeAlias = Literal["valid", "same"]
-"""The zeros around the input of a convolution.
-
-"valid" is none: 28 pixels become 13. "same" is that of TensorFlow: 28 pixels become 14, with a zero after the last one.
-An odd number of pixels gets a zero on both sides.
-"""
 
 _KERNEL: Final = 3
 _STRIDE: Final = 2
@@ -32,6 +24,7 @@ _STRIDE: Final = 2
 class ConvNet(ConvolutionalTrunk):
     """Convolutions of 3x3 and stride 2 with `channels` outputs, and a dense layer that reads their whole map.
 
+    No zeros are added around a map: 28 pixels become 13.
     Each layer is without bias and has a batch norm and a ReLU. Weights and batch norms begin as those of Keras. The
     dense layer returns a map of one pixel, (B, `dense_size`, 1, 1). `dense_size=None` leaves it out.
 
@@ -46,13 +39,12 @@ class ConvNet(ConvolutionalTrunk):
         *,
         dense_size: int | None,
         image_size: tuple[int, int] | None,
-        padding: Padding = "valid",
         in_channels: int = 3,
     ) -> None:
-        convolutions = [_convolution(*sizes, padding=padding) for sizes in pairwise((in_channels, *channels))]
+        convolutions = [_convolution(*sizes) for sizes in pairwise((in_channels, *channels))]
         layers: OrderedDict[str, nn.Module] = OrderedDict(convolutions=nn.Sequential(*convolutions))
         if dense_size is not None:
-            num_in = channels[-1] * _num_pixels(image_size, num_layers=len(channels), padding=padding)
+            num_in = channels[-1] * _num_pixels(image_size, num_layers=len(channels))
             layers["dense"] = nn.Sequential(_dense(num_in, dense_size))
         super().__init__(layers, num_channels=dense_size or channels[-1])
         self._image_size = None if dense_size is None else image_size
@@ -65,10 +57,9 @@ class ConvNet(ConvolutionalTrunk):
         return super().forward(x_BCHW)
 
 
-def _convolution(num_in: int, num_out: int, *, padding: Padding) -> nn.Sequential:
-    zeros = [_SamePadding()] if padding == "same" else []
+def _convolution(num_in: int, num_out: int) -> nn.Sequential:
     convolution = nn.Conv2d(num_in, num_out, _KERNEL, _STRIDE, bias=False)
-    return nn.Sequential(*zeros, convolution, nn.BatchNorm2d(num_out), nn.ReLU(inplace=True))
+    return nn.Sequential(convolution, nn.BatchNorm2d(num_out), nn.ReLU(inplace=True))
 
 
 def _dense(num_in: int, num_out: int) -> nn.Sequential:
@@ -78,25 +69,17 @@ def _dense(num_in: int, num_out: int) -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), linear, as_map, nn.BatchNorm2d(num_out), nn.ReLU(inplace=True))
 
 
-def _num_pixels(image_size: tuple[int, int] | None, *, num_layers: int, padding: Padding) -> int:
+def _num_pixels(image_size: tuple[int, int] | None, *, num_layers: int) -> int:
     """Return the number of pixels in the last map of pictures of a size."""
     if image_size is None:
         raise ValueError("the dense layer of a convnet depends on the size of its inputs; call with_form first")
     sides: tuple[int, ...] = image_size
     for _ in range(num_layers):
-        sides = tuple(-(-side // _STRIDE) if padding == "same" else (side - _KERNEL) // _STRIDE + 1 for side in sides)
+        sides = tuple((side - _KERNEL) // _STRIDE + 1 for side in sides)
     if min(sides) < 1:
         height, width = image_size
         raise UserError(
             f"the {num_layers} convolutions of a convnet leave no pixel of {height} x {width}; use larger pictures, "
-            "fewer encoder.channels, or encoder.padding=same"
+            "or fewer encoder.channels"
         )
     return math.prod(sides)
-
-
-class _SamePadding(nn.Module):
-    """Add zeros as TensorFlow does for a convolution with padding "same"."""
-
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        height, width = x_BCHW.shape[2:]
-        return F.pad(x_BCHW, (width % 2, 1, height % 2, 1))

@@ -27,7 +27,7 @@ from data_pipeline.core.kinds import KindConfig, Kinds
 from data_pipeline.core.schema import BatchSize, CountOrZero, ImageSize, InputMean, InputStd, LayerSize, Line, Schema
 from trainer.distributed.collectives import is_distributed
 from trainer.models.batch_norm import counted_together, depends_on_row_order, grouped_statistics
-from trainer.models.convnet import ConvNet, Padding
+from trainer.models.convnet import ConvNet
 from trainer.models.heads import HeadConfig, build_head
 from trainer.models.resnet import Init, blocks_of_depth, resnet_trunk, wide_resnet_trunk
 from trainer.models.timm_trunk import OWN_ARGUMENTS, TimmTrunk
@@ -228,7 +228,6 @@ class ConvNetConfig(BaseEncoderConfig):
     dense_size: the outputs of a layer that reads the whole map, and that probes and the head read; None for none, so
         that they read the map and its mean.
     image_size: the height and width of the inputs, on which the dense layer depends. None takes those of the data.
-    padding: "valid", as published; "same" for smaller pictures. See `trainer.models.convnet.Padding`.
 
     The published projector has `embedding_size=64`, and its head hidden_sizes (256,), `batch_norm`, `bias=False` and
     `defaults="keras"`.
@@ -238,7 +237,6 @@ class ConvNetConfig(BaseEncoderConfig):
     channels: Annotated[tuple[LayerSize, ...], Field(min_length=1, max_length=16)] = (32, 64, 64)
     dense_size: LayerSize | None = 128
     image_size: tuple[ImageSize, ImageSize] | None = None
-    padding: Padding = "valid"
 
     @property
     def form_is_open(self) -> bool:
@@ -252,7 +250,6 @@ class ConvNetConfig(BaseEncoderConfig):
             self.channels,
             dense_size=self.dense_size,
             image_size=self.image_size,
-            padding=self.padding,
             in_channels=self.in_channels,
         )
 

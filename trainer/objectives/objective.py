@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from data_pipeline.core.kinds import KindConfig, Kinds
 from trainer.models.batch_norm import share_running_statistics
-from trainer.optim.optimizers import OptimizerConfig
 
 # The config class of each kind. A new objective of this project needs a line here and its own file.
 OBJECTIVES: Final[Mapping[str, str]] = {
@@ -159,10 +158,6 @@ class BaseObjectiveConfig(KindConfig):
     def build(self, given: ObjectiveInputs) -> Objective:
         """Return the objective, with its weights from torch's default generator."""
         raise NotImplementedError(f"{type(self).__qualname__} has no method build")
-
-    def own_optimizer(self, of_encoder: OptimizerConfig) -> OptimizerConfig:
-        """Return the optimizer of the objective's own parameters: by default that of the encoder."""
-        return of_encoder
 
 
 class Objective(nn.Module, ABC):

@@ -22,15 +22,14 @@ from trainer.objectives.objective import (
     ViewPair,
     mean_cosine,
 )
-from trainer.optim.optimizers import OptimizerConfig, ScheduleConfig
 
 
 class SimSiamConfig(BaseObjectiveConfig):
     """The config of SimSiam.
 
     predictor: the network from embeddings to predictions; its batch norm is over the batch of all ranks.
-    predictor_rate: "of_encoder" follows the encoder's learning rate. "constant" keeps the highest rate of the encoder's
-        schedule, also while that warms up (Chen and He 2021, section 4.1).
+
+    The predictor's learning rate is the encoder's. Chen and He (2021, section 4.1) keep it constant.
     """
 
     has_trained_layers: ClassVar[bool] = True
@@ -38,11 +37,6 @@ class SimSiamConfig(BaseObjectiveConfig):
 
     kind: Literal["simsiam"] = "simsiam"
     predictor: HeadConfig = HeadConfig(hidden_sizes=(512,), batch_norm=True)
-    predictor_rate: Literal["of_encoder", "constant"] = "of_encoder"
-
-    def own_optimizer(self, of_encoder: OptimizerConfig) -> OptimizerConfig:
-        is_constant = self.predictor_rate == "constant"
-        return of_encoder.model_copy(update={"schedule": ScheduleConfig()}) if is_constant else of_encoder
 
     def build(self, given: ObjectiveInputs) -> Objective:
         return SimSiam(self, embedding_size=given.embedding_size)

@@ -30,7 +30,7 @@ def build(config: ConvNetConfig) -> Encoder:
     return build_encoder(config)
 
 
-def by_hand(encoder: Encoder, views_BCHW: Tensor, *, same: bool) -> tuple[Tensor, Tensor]:
+def by_hand(encoder: Encoder, views_BCHW: Tensor) -> tuple[Tensor, Tensor]:
     """Return features and embeddings in training mode, from the weights in their order."""
     weights = [parameter for parameter in encoder.parameters() if parameter.dim() > 1]
 
@@ -41,20 +41,16 @@ def by_hand(encoder: Encoder, views_BCHW: Tensor, *, same: bool) -> tuple[Tensor
 
     x = views_BCHW
     for weight in weights[:3]:
-        if same:  # in all, max((ceil(n / 2) - 1) * 2 + 3 - n, 0) zeros, the greater half at the end
-            height, width = (max((-(-side // 2) - 1) * 2 + 3 - side, 0) for side in x.shape[2:])
-            x = F.pad(x, (width // 2, width - width // 2, height // 2, height - height // 2))
         x = norm_relu(F.conv2d(x, weight, stride=2))
     features = norm_relu(x.flatten(1) @ weights[3].T)
     return features, norm_relu(features @ weights[4].T) @ weights[5].T
 
 
-@pytest.mark.parametrize("padding", ["valid", "same"])
 @pytest.mark.parametrize("size", [(28, 28), (21, 16)])
-def test_the_network_is_the_published_one(padding: str, size: tuple[int, int]) -> None:
-    encoder = build(published(padding=padding, image_size=size)).double()
+def test_the_network_is_the_published_one(size: tuple[int, int]) -> None:
+    encoder = build(published(image_size=size)).double()
     views_BCHW = torch.rand(6, 1 + NUM_BITS, *size, dtype=torch.float64)
-    features, embeddings = by_hand(encoder, views_BCHW, same=padding == "same")
+    features, embeddings = by_hand(encoder, views_BCHW)
     torch.testing.assert_close(encoder.features(views_BCHW), features)
     torch.testing.assert_close(encoder.pooled(views_BCHW), features)
     torch.testing.assert_close(encoder(views_BCHW), embeddings)
@@ -69,8 +65,6 @@ def test_numbers_of_parameters() -> None:
     assert [norm.num_features for norm in norms] == [32, 64, 64, 128, 256]
     assert {(norm.eps, norm.momentum) for norm in norms} == {(1e-3, 0.01)}
     assert sum(parameter.numel() for parameter in encoder.parameters()) == sum(sizes) + 2 * (32 + 64 + 64 + 128 + 256)
-    same = build(published(padding="same"))
-    assert same.state_dict()["trunk.dense.0.1.weight"].shape == (128, 4 * 4 * 64)
 
 
 @pytest.mark.parametrize("batch_norm", ["synchronized", "local", "split"])
@@ -105,7 +99,6 @@ def test_other_sizes_are_one_sentence() -> None:
         check_input_size(published(), height=32, width=28)
     with pytest.raises(UserError, match="the 3 convolutions of a convnet leave no pixel of 8 x 28; use larger pict"):
         check_input_size(published(image_size=None), height=8, width=28)
-    check_input_size(published(image_size=None, padding="same"), height=8, width=28)
     with pytest.raises(UserError, match="the encoder cannot take inputs of 8 x 8: "):
         check_input_size(published(dense_size=None), height=8, width=8)
 

@@ -29,7 +29,6 @@ from trainer.theory.sparse_coding.settings import (
     MASK_BIAS,
     MASK_LINEAR,
     NONE_BIAS,
-    NONE_LINEAR,
     Problem,
     SparseCodingSettings,
     problems,
@@ -120,16 +119,16 @@ def test_growth_matrix_of_evenly_spread_atoms() -> None:
 
 def test_growth_matrix_equals_the_mean_over_sampled_views() -> None:
     """Each entry agrees within five standard errors of the mean of products."""
-    D, P, num, share = 4, 12, 40_000, 0.6
+    D, P, num = 4, 12, 40_000
     keys = keys_of(3)
     atoms_SDP = draw_atoms(keys, num_features=D, num_pixels=P)
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(1, num, P, generator=generator, dtype=torch.float64)
     x_SNP = draw_codes(keys, num, num_features=D, probability=0.3).double() @ atoms_SDP + 0.5 * noise
-    first, second = masked_views(x_SNP, keys, mask_share=share)
+    first, second = masked_views(x_SNP, keys)
     products_NPP = first[0, :, :, None] * second[0, :, None, :]
     error_PP = products_NPP.std(0) / math.sqrt(num)
-    closed_PP = growth_matrix(atoms_SDP[0], probability=0.3, noise_variance=0.25, mask_share=share)
+    closed_PP = growth_matrix(atoms_SDP[0], probability=0.3, noise_variance=0.25)
     assert ((products_NPP.mean(0) - closed_PP).abs() <= 5 * error_PP + 1e-12).all()
 
 
@@ -186,17 +185,6 @@ def test_bias_starts_when_the_last_neuron_has_grown() -> None:
         norms_SAM = torch.tensor([[[one, other]]])
         raise_bias(learners, norms_SAM, problem=problem_of(SMALL), settings=SMALL, step=step)
     assert learners.start_SA.item() == 2
-
-
-@pytest.mark.slow
-def test_no_mask_is_the_unmasked_arm() -> None:
-    trained = train_small(SMALL.model_copy(update={"mask_share": 0.0}))
-    weights = arm_weights(trained)
-    order = problem_of(SMALL).arms
-    for masked, plain in ((MASK_BIAS, NONE_BIAS), (MASK_LINEAR, NONE_LINEAR)):
-        assert torch.equal(weights[:, order.index(masked)], weights[:, order.index(plain)])
-    assert (trained.groups[0].start_SA[:, 0] >= 0).all()  # the bias has started
-    assert not torch.equal(*(weights[:, order.index(arm)] for arm in (MASK_BIAS, MASK_LINEAR)))
 
 
 @pytest.mark.slow

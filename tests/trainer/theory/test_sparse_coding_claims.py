@@ -151,7 +151,7 @@ def test_verdicts_of_planted_metrics() -> None:
 
 
 def test_a_mask_and_a_bias_that_change_nothing_are_not_said_to_help() -> None:
-    """Planted: equal arms, as with mask_share 0. With equal losses the mask does not make the loss higher either."""
+    """Planted: equal arms. With equal losses the mask does not make the loss higher either."""
     equal = planted_arms(losses=dict.fromkeys(GOOD, HIGH), r2=dict.fromkeys(GOOD, 0.9))
     cosine_log = equal.metrics["cosine_log"][:, :1].expand(3, 4, 4)
     arms = ArmMetrics(equal.problem, {**equal.metrics, "cosine_log": cosine_log})

@@ -29,7 +29,7 @@ from trainer.theory.sparse_coding.settings import LearnerKind, Problem, SparseCo
 from trainer.views.random_mask import coins
 
 # Purposes of `counter_rng` (the mask has 0), and numbers of views that separate training and probes.
-_NOISE, _CODE, _WEIGHTS, _ATOMS, _MASKED = range(1, 6)
+_NOISE, _CODE, _WEIGHTS, _ATOMS = range(1, 5)
 TRAINING, PROBES = range(2)
 
 _LEAST_EXPONENT = -60.0
@@ -56,14 +56,11 @@ def draw_parts(keys: DrawKeys, num: int, *, problem: Problem) -> tuple[Tensor, T
     return z_SND, noise_SNP.mul_(math.sqrt(problem.noise_variance))
 
 
-def masked_views(x_SBP: Tensor, keys: DrawKeys, *, mask_share: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return views 2 D x and 2 (I - D) x with a fair random mask D; a share 1 - `mask_share` of rows has x twice."""
+def masked_views(x_SBP: Tensor, keys: DrawKeys) -> tuple[Tensor, Tensor]:
+    """Return views 2 D x and 2 (I - D) x with a fair random mask D."""
     _, B, P = x_SBP.shape
     keep_SBP = coins(keys, B * P).view(-1, B, P)
     first_SBP = keep_SBP.to(x_SBP.dtype).mul_(2).mul_(x_SBP)
-    if mask_share < 1:
-        plain_SB1 = (uniform(keys, B, purpose=_MASKED) >= mask_share)[..., None]
-        first_SBP = torch.where(plain_SB1, x_SBP, first_SBP)
     return first_SBP, 2 * x_SBP - first_SBP
 
 
@@ -228,7 +225,7 @@ def train(problem: Problem, settings: SparseCodingSettings, *, seeds: Sequence[i
         for group in groups:
             views = (positive_SBP, positive_SBP)
             if group.arms[0].masked:
-                views = masked_views(positive_SBP, keys, mask_share=settings.mask_share)
+                views = masked_views(positive_SBP, keys)
             step_losses.append(train_step(group, views, negative_SNP, problem=problem, settings=settings, step=step))
         losses += torch.cat(step_losses, dim=1)
         if (step + 1) % problem.log_every == 0:

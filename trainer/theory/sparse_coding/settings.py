@@ -24,7 +24,6 @@ class SparseCodingSettings(TheorySettings):
         compare the two biased arms over `noise_variances`, `pixel_counts` (the dimension of x) or `feature_counts`.
     num_features: D. The numbers of pixels, neurons, positives and negatives are multiples of it.
     feature_probability, noise_variance: P(z_j != 0) and sigma^2. None is ln ln D / D and sqrt(ln D) / D.
-    mask_share: share of the positives of a masked arm that are masked. The paper has 1. With 0 it is the unmasked arm.
     initial_scale: expected norm of the first weights of a neuron.
     num_steps: steps with `num_features` features. Other `feature_counts` train in proportion to 1 / P(z_j != 0).
     bias_growth_start: the bias is 0 until the norm of every neuron is this multiple of its first norm.
@@ -40,7 +39,6 @@ class SparseCodingSettings(TheorySettings):
     negatives_per_feature: Count = 8
     feature_probability: float | None = Field(default=None, gt=0, le=1)
     noise_variance: Factor | None = None
-    mask_share: float = Field(default=1.0, ge=0, le=1)
     num_steps: Count = 3000
     learning_rate: LearningRate = 0.1
     weight_decay: Decay = 1e-3
