@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
 
@@ -263,11 +263,6 @@ class MixtureOrder:
     def epochs_of(self, number: int) -> SourceEpochs:
         return self.sources[number]
 
-    def named(self, number: int, bad: BadSample) -> BadSample:
-        """Return a bad sample of a source under its index among the samples of all."""
-        first = int(self.offsets[number])
-        return replace(bad, index=first + bad.index, shard=f"{self.names[number]}/{bad.shard}", first=first)
-
     def rows(self, number: int, step: int, *, bad: Mapping[int, BadSample]) -> Rows:
         """Return the rows of this rank that come from one source at a step.
 
@@ -290,7 +285,7 @@ class MixtureOrder:
                 )
             epochs_R[row], indices_R[row] = of_batch[-1] // self.sizes[number], index
         key_index_R = epochs_R * self.offsets[-1] + self.offsets[number] + indices_R
-        return Rows(indices_R, key_index_R, 0, tuple(self.named(number, each) for each in replaced))
+        return Rows(indices_R, key_index_R, 0, tuple(replaced))
 
     def row_order(self, step: int) -> NDArray[np.int64]:
         """Return (B,) places in the rows of all sources, put end to end: the order of the rows in the batch."""

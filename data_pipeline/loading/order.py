@@ -38,7 +38,7 @@ class Rows:
     Attributes:
         indices_R: the samples, in the dataset.
         key_index_R, key_epoch: the numbers in the keys of their draws; see `DrawKeys`.
-        bad: the bad samples that were replaced.
+        bad: the bad samples of the dataset that were replaced.
         group_size: the number of rows that stand together as a group; None if rows are not grouped.
     """
 
@@ -76,10 +76,6 @@ class ReadingOrder(Protocol):
 
     def epochs_of(self, number: int) -> EpochOrders:
         """Return the orders of the epochs of a dataset."""
-        ...
-
-    def named(self, number: int, bad: BadSample) -> BadSample:
-        """Return a bad sample of a dataset under its index among the samples of all."""
         ...
 
 
@@ -245,9 +241,6 @@ class BatchOrder:
 
     def epochs_of(self, number: int) -> EpochOrders:
         return self.epochs
-
-    def named(self, number: int, bad: BadSample) -> BadSample:
-        return bad
 
 
 def rows_of_bad(indices_R: NDArray[np.int64], bad: Mapping[int, BadSample]) -> list[int]:

@@ -26,19 +26,25 @@ from data_pipeline.storage.store import SampleStore
 class StreamSource:
     """A dataset of a stream: its samples, the maker of its batches, and the place of its samples.
 
-    `number` counts the datasets of the stream. `name` is that of a source of a mixture, or else the location.
+    `number` counts the datasets of the stream, and `first` the samples of those before this one. `prefix` stands before
+    the names of its shards: `NAME/` for a source of a mixture, and nothing for one dataset.
     """
 
     number: int
-    name: str
+    first: int
+    prefix: str
     store: SampleStore
     maker: BatchMaker
     placed: DataPlacement
 
+    def named(self, bad: BadSample) -> BadSample:
+        """Return a bad sample of this dataset under its index among the samples of all."""
+        return replace(bad, index=self.first + bad.index, shard=f"{self.prefix}{bad.shard}", first=self.first)
+
     def collate(self, samples: DecodedSamples, rows: Rows, *, step: int, index_B: torch.Tensor) -> Batch:
         """Return a batch without the online overlay. `index_B` holds `rows.key_index_R`, beside the samples."""
         named = replace(samples, index_B=index_B)
-        clean = self.maker.collate(named, step=step, epoch=rows.key_epoch, bad=rows.bad)
+        clean = self.maker.collate(named, step=step, epoch=rows.key_epoch, bad=tuple(map(self.named, rows.bad)))
         return clean if rows.group_size is None else replace(clean, group_size=rows.group_size)
 
 

@@ -130,7 +130,7 @@ class Stream:
             named: Mapping[str, SampleStore] = dataset.sources
             self.location: str | Path = f"the mixture of {' and '.join(named)}"
         else:
-            named, self.location = {str(dataset.location): dataset}, dataset.location
+            named, self.location = {"": dataset}, dataset.location
         self.order: ReadingOrder = reading_order(
             dataset,
             shuffle_shards=read.shuffle_shards,
@@ -167,7 +167,7 @@ class Stream:
                 "again with it, or let the two views share their overlay"
             )
         keys = partial(_training_keys, seed)
-        sources = []
+        sources: list[StreamSource] = []
         read, room = self._read, self._read.resident_gigabytes
         for number, (name, store) in enumerate(named.items()):
             overlay = None if store.overlay is None else store.overlay.to(self._device)
@@ -175,7 +175,8 @@ class Stream:
             placed = self._place(number, store, resident_gigabytes=room, ranks_on_node=ranks_on_node)
             if placed.samples is not None:
                 room -= resident_bytes(store.manifest) / 1e9
-            sources.append(StreamSource(number, name, store, maker, placed))
+            prefix, first = f"{name}/" if name else "", sum(len(source.store) for source in sources)
+            sources.append(StreamSource(number, first, prefix, store, maker, placed))
         streamed = [source.store for source in sources if source.placed.samples is None]
         check_cache(streamed, read.remote, shuffle_shards=read.shuffle_shards)
         return sources
@@ -238,7 +239,7 @@ class Stream:
     def known_bad(self) -> tuple[BadSample, ...]:
         """Return the unreadable samples that were found before the first step."""
         return tuple(
-            self.order.named(source.number, bad)
+            source.named(bad)
             for source in self._sources
             if source.placed.samples is not None
             for bad in source.placed.samples.bad.values()
@@ -258,8 +259,7 @@ class Stream:
             if source.placed.samples is None:
                 rows, store = self.order.rows(source.number, step, bad={}), source.store
                 numbers = np.unique(np.searchsorted(store.shard_ends, rows.indices_R, side="right"))
-                prefix = f"{source.name}/" if isinstance(self.order, MixtureOrder) else ""
-                shards += [prefix + store.shard_name(number) for number in numbers.tolist()]
+                shards += [source.prefix + store.shard_name(number) for number in numbers.tolist()]
         return shards
 
     def __len__(self) -> int:
