@@ -132,13 +132,12 @@ def _wrong_numbers(manifest: Manifest, counts: dict[str, Counter[int]], totals: 
 
 
 def _totals_of(decoded: DecodedSamples) -> Totals:
-    """Add up the values of the samples that decoded."""
+    """Add up the values of samples. A bad one counts as black or silent; then the sums are not compared."""
     totals = Totals()
-    for row in sorted(set(range(len(decoded))) - decoded.bad.keys()):
-        if decoded.pictures_BCHW is not None:
-            totals += Totals.of(decoded.pictures_BCHW[row].permute(1, 2, 0).contiguous().numpy())
-        else:
-            totals += Totals.of(decoded.sound(row).numpy())
+    for row in range(len(decoded)):
+        pictures_BCHW = decoded.pictures_BCHW
+        content = decoded.sound(row) if pictures_BCHW is None else pictures_BCHW[row].permute(1, 2, 0)
+        totals += Totals.of(content.contiguous().numpy())
     return totals
 
 
