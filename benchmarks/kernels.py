@@ -132,15 +132,12 @@ def _launches_of_lists(lists: Sequence[Sequence[Tensor]]) -> int:
     return num_launches
 
 
-class _Stages:
+class _Stages(liveness.Listener):
     """A listener that tells a counter the phase of the step: `trainer.liveness.stage` names most of them."""
 
     def __init__(self, counter: KernelCounter) -> None:
         self._counter = counter
         self._stages = [""]
-
-    def sign(self) -> None:
-        pass
 
     def enter(self, stage: str) -> None:
         self._stages.append(stage)

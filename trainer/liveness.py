@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -29,20 +29,17 @@ Stage = Literal[
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Linear)
 
 
-class Listener(Protocol):
-    """A receiver of the stages and signs of life of this process."""
+class Listener:
+    """A receiver of the stages and signs of life of this process. By default it does nothing with them."""
 
     def sign(self) -> None:
         """Note that the step goes on."""
-        ...
 
     def enter(self, stage: str) -> None:
         """Note that `stage` begins, which may be inside of another one."""
-        ...
 
     def leave(self) -> None:
         """Note that the innermost stage ends."""
-        ...
 
 
 listeners: list[Listener] = []  # the running clock and the open watchdog, if there are any

@@ -25,7 +25,7 @@ import torch
 from data_pipeline.core.batch import Batch
 from trainer import liveness
 from trainer.distributed.collectives import all_gather_rows, message_device
-from trainer.liveness import Stage, stage
+from trainer.liveness import Listener, Stage, stage
 
 _NAMES: tuple[Stage, ...] = get_args(Stage)
 _DATA = _NAMES[:4]
@@ -45,7 +45,7 @@ def untimed() -> Iterator[None]:
         liveness.listeners.extend(clocks)
 
 
-class Clock:
+class Clock(Listener):
     """A clock for a loop over batches. `is_read` returns whether the clock will be read after a number of steps.
 
     `time_seconds` is all time since the clock was made. The other metrics leave out what is done while it is `paused`.
@@ -87,9 +87,6 @@ class Clock:
                 yield batch
         finally:
             liveness.listeners.remove(self)
-
-    def sign(self) -> None:
-        """Do nothing: a sign begins no stage."""
 
     def enter(self, stage: str) -> None:
         """Begin a stage. One that is not timed counts for the stage around it."""

@@ -34,7 +34,7 @@ from data_pipeline.core.errors import UserError, filename_in_errors, printable
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = ".lock"
-_LOCK_TRIES, _LOCK_SECONDS = 10, 0.02
+_LOOK_SECONDS = 0.2  # more than `is_held` has the lock
 _BEAT_SECONDS, _WATCH_SECONDS = 2.0, 10.0  # between two heartbeats of the owner of a lock, and for seeing one
 _HERE = f" on {socket.gethostname()},"
 _END_BYTES = 2**15  # of metrics.jsonl, which `RunDir.read_last_metrics` reads: a hundred lines or more
@@ -251,7 +251,11 @@ def hold(run_dir: RunDir) -> Hold:
     path = run_dir.path / LOCK_NAME
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
     try:
-        is_locked = _lock(file)
+        try:
+            is_locked = _flock(file, fcntl.LOCK_EX)
+        except BlockingIOError:
+            time.sleep(_LOOK_SECONDS)
+            is_locked = _flock(file, fcntl.LOCK_EX)
         if _may_live(_owner(path), is_locked=is_locked):
             before = path.stat().st_mtime_ns
             time.sleep(_WATCH_SECONDS)
@@ -292,15 +296,6 @@ def _owner(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")[:300].strip()
     except FileNotFoundError:
         return ""
-
-
-def _lock(file: BinaryIO) -> bool:
-    """Lock a file as `_flock` does, but wait for calls of `is_held`."""
-    for _ in range(_LOCK_TRIES):
-        with contextlib.suppress(BlockingIOError):
-            return _flock(file, fcntl.LOCK_EX)
-        time.sleep(_LOCK_SECONDS)
-    return _flock(file, fcntl.LOCK_EX)
 
 
 def _flock(file: BinaryIO, kind: int) -> bool:

@@ -18,7 +18,7 @@ from trainer.modules import build_modules
 from trainer.views.viewmaker import Viewmaker
 
 
-class Heard:
+class Heard(liveness.Listener):
     """A listener that keeps what it hears: the stages at each sign."""
 
     def __init__(self) -> None:

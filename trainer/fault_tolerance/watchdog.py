@@ -53,7 +53,7 @@ class WatchdogConfig(Schema):
     startup_seconds: Seconds = 600
 
 
-class Watchdog:
+class Watchdog(liveness.Listener):
     """A watch over this process until it is closed; a context manager. Use one at a time.
 
     Args:

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import nn
 
 from trainer.data import DataConfig
-from trainer.observability.tracking import StepPictures, TrackingConfig
+from trainer.observability.tracking import StepPictures, TrackingConfig, uses_wandb
 from trainer.probes.features import read_some
 
 NUM_SHOWN, NUM_MEASURED = 8, 64
@@ -29,7 +29,7 @@ def step_pictures(
     Reads the samples at once, if the config asks for pictures. Raises `UserError` if they cannot be read.
     """
     every = config.pictures_every_steps
-    if every is None or not (config.wandb != "disabled" or config.tensorboard):
+    if every is None or not (uses_wandb(config) or config.tensorboard):
         return lambda completed: None
     # Imported here, because matplotlib takes half a second and only the first rank needs it.
     from trainer.observability.view_grid import choose_pictures, draw_views, view_grid

@@ -60,7 +60,6 @@ class TrainingPlan:
 
     world_size: int
     rank_batch_size: int
-    micro_batches: int
     input_shape: tuple[int, ...]
     num_parameters: dict[str, int]
     module_bytes: int
@@ -166,7 +165,7 @@ def describe(planned: TrainingPlan, config: RunConfig, *, device_gigabytes: floa
     rows = [
         ("ranks", f"{planned.world_size}, engine {config.engine.kind}"),
         ("global batch", f"{config.global_batch_size:,} samples of {shape}"),
-        ("batch of a rank", f"{planned.rank_batch_size:,} in {planned.micro_batches} micro batches"),
+        ("batch of a rank", f"{planned.rank_batch_size:,} in {config.memory.micro_batches} micro batches"),
         *((f"parameters, {name}", f"{num:,}") for name, num in planned.num_parameters.items()),
         ("modules and objective", _in_words(planned.module_bytes)),
         ("optimizer", _in_words(planned.optimizer_bytes)),
@@ -229,7 +228,6 @@ def _measure(
     return TrainingPlan(
         world_size=world_size,
         rank_batch_size=size,
-        micro_batches=config.memory.micro_batches,
         input_shape=shape,
         num_parameters={name: sum(each.numel() for each in parameters) for name, parameters in trained.items()},
         module_bytes=bytes_of(states),

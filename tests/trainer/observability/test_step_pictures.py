@@ -41,8 +41,11 @@ def test_pictures_come_when_due_and_leave_training_as_it_was(tmp_path: Path) -> 
     np.testing.assert_array_equal(grid_HWC, again.images["views/grid"])  # the same samples and draws
 
 
-@pytest.mark.parametrize("setting", ["pictures_every_steps=null", "wandb=disabled"])
-def test_without_wish_no_sample_is_read(setting: str) -> None:
+@pytest.mark.parametrize(
+    ("setting", "mode"), [("pictures_every_steps=null", ""), ("wandb=disabled", ""), ("wandb=auto", "disabled")]
+)
+def test_without_wish_no_sample_is_read(setting: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", mode)
     config = resolve_recipe("debug:viewmaker", [f"tracking.{setting}"])  # its data are not there
     pictures = step_pictures(config.tracking, torch.nn.Identity(), data=config.data, seed=0, device=CPU)
     assert pictures(500) is None
