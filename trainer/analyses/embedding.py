@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from pydantic import Field
 from sklearn.manifold import TSNE
 from sklearn.metrics import silhouette_score
-from torch import Tensor
 from torch.nn import functional as F
 
 from data_pipeline.core.errors import UserError
@@ -54,7 +53,7 @@ def measure(loaded: LoadedRun, config: EmbeddingConfig) -> tuple[EmbeddingResult
     """
     run = loaded.run_dir.path
     rows_N = loaded.choose_rows(loaded.test, config.num_samples)
-    unit_NC = unit_features(loaded, rows_N)
+    unit_NC = F.normalize(plain_vectors(loaded, rows_N)["pooled"].double(), dim=1).cpu().numpy()
     if not np.isfinite(unit_NC).all():
         raise UserError(f"the features of {run} at step {loaded.modules.step} are not all finite; take another --step")
     if (unit_NC == unit_NC[0]).all():  # on which t-SNE divides by 0, and ends the process
@@ -86,12 +85,6 @@ def measure(loaded: LoadedRun, config: EmbeddingConfig) -> tuple[EmbeddingResult
 
 
 ANALYSIS = Analysis("embedding", EmbeddingConfig, measure)
-
-
-def unit_features(loaded: LoadedRun, rows_N: Tensor) -> NDArray[np.float64]:
-    """Return pooled features of test samples without views, at unit length, (N, C)."""
-    pooled_NC = plain_vectors(loaded, rows_N)["pooled"]
-    return F.normalize(pooled_NC.double(), dim=1).cpu().numpy()
 
 
 def silhouette(x_NC: NDArray[np.float64], label_N: NDArray[np.int64]) -> float | None:

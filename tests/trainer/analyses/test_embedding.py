@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from data_pipeline.core.errors import UserError
@@ -64,7 +65,8 @@ def test_the_label_that_the_features_hold_is_told_from_the_other(
 def test_features_that_are_all_equal_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """t-SNE ends the process on them with a segmentation fault, so that a test on the old code ends too."""
     monkeypatch.setattr("trainer.analyses.embedding.map_of", lambda *args, **kwargs: pytest.fail("t-SNE was called"))
-    monkeypatch.setattr("trainer.analyses.embedding.unit_features", lambda loaded, rows_N: np.ones((len(rows_N), 3)))
+    equal = {"pooled": torch.ones(8, 3)}
+    monkeypatch.setattr("trainer.analyses.embedding.plain_vectors", lambda loaded, rows_N: equal)
     plant(monkeypatch, run=DropBottom(0.0))
     run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=8))
     with pytest.raises(UserError, match=r"all 8 test samples of .* have the same features at step 0"):
