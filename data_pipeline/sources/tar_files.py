@@ -66,16 +66,22 @@ def _is_tar(path: Path) -> bool:
 
 
 def _folders_of(tars: Collection[str]) -> dict[str, str]:
-    """Return the folder that each of some tars counts as: "" if there is one, or if all are one numbered row.
+    """Return the folder that each of some tars counts as: that of `rows_of`, or "" if there is one alone."""
+    rows = rows_of(tars)
+    return {tar: word if len(rows) > 1 else "" for word, row in rows.items() for tar in row}
 
-    Several rows of tars that are numbered one after another, such as `train-0000.tar`, are a folder `train` each; other
-    tars are folders of their names.
+
+def rows_of(tars: Collection[str]) -> dict[str, list[str]]:
+    """Return tars in rows of those that are numbered one after another; any other tar is a row of its own.
+
+    Examples:
+        >>> rows_of(["train-00.tar", "train-01.tar", "owl.tar"])
+        {'train': ['train-00.tar', 'train-01.tar'], 'owl': ['owl.tar']}
     """
     rows: defaultdict[str, list[str]] = defaultdict(list)
     for tar in tars:
         rows[re.sub(r"[-_.]?\d+$", "", name_of_tar(tar))].append(tar)
-    folders: dict[str, str] = {}
+    found: dict[str, list[str]] = {}
     for word, row in rows.items():
-        is_numbered = are_numbered([name_of_tar(tar) for tar in row])
-        folders |= {tar: word if is_numbered else name_of_tar(tar) for tar in row}
-    return dict.fromkeys(tars, "") if len(set(folders.values())) == 1 else folders
+        found |= {word: row} if are_numbered(list(map(name_of_tar, row))) else {name_of_tar(tar): [tar] for tar in row}
+    return found

@@ -28,9 +28,9 @@ from data_pipeline.core.sample import BASE, Medium
 from data_pipeline.remote.fetch import RemoteConfig, RemoteFile, fetch
 from data_pipeline.sources import LabelColumn
 from data_pipeline.sources.files import Files, ending_of, medium_of
-from data_pipeline.sources.layout import find_layout
+from data_pipeline.sources.layout import find_layout, split_of
 from data_pipeline.sources.places import open_files
-from data_pipeline.sources.tar_files import TarFiles
+from data_pipeline.sources.tar_files import TarFiles, rows_of
 from data_pipeline.storage.locations import MANIFEST_NAME, dataset_directory, is_remote, is_tars, listed_tars
 from data_pipeline.storage.manifest import LabelEntry, describe_manifest, load_manifest
 from data_pipeline.tools.census import NUM_DECODED_BYTES, take_census
@@ -40,6 +40,7 @@ from data_pipeline.tools.next_commands import commands, index_options
 _NUM_NAMED: Final = 3  # examples of a problem
 _NUM_FETCHED: Final = 3  # tars of a remote location
 _NUM_CLASSES: Final = 8  # that are named
+_NUMBER: Final = re.compile(r"\d+(?=\.\w+$)")  # of a tar
 _TABLES: Final = frozenset({".csv", ".tsv", ".jsonl", ".txt"})
 
 
@@ -71,11 +72,31 @@ def look_at(path: str, *, copies: Path, num_decoded_bytes: int | None, num_worke
     else:
         add_problems(place, place.layout)
         if isinstance(files, TarFiles) and place.layout.medium == "picture":
-            folders = {tar.parent for tar in files.tars} if files.root.is_dir() else {files.root}
-            for folder in sorted(folders, key=lambda folder: (not folder.name.lower().startswith("train"), folder)):
-                location = path if is_remote(path) else str(folder)
-                place.tars[location] = index_options(str(folder), num_workers=num_workers)
+            for location in _locations(files):
+                options = index_options(location, num_workers=num_workers)
+                place.tars[path if is_remote(path) else location] = options
     return place
+
+
+def _locations(files: TarFiles) -> list[str]:
+    """Return what `index` takes, the train set first: folders of tars, or each row of a folder with several splits."""
+    if not files.root.is_dir():
+        return [str(files.root)]
+    found: list[str] = []
+    for folder in {tar.parent for tar in files.tars}:
+        rows = rows_of([tar.name for tar in files.tars if tar.parent == folder])
+        has_splits = len(rows) > 1 and all(map(split_of, rows))
+        found += [str(folder / _pattern(row)) for row in rows.values()] if has_splits else [str(folder)]
+    return sorted(found, key=lambda location: (not Path(location).name.lower().startswith("train"), location))
+
+
+def _pattern(row: list[str]) -> str:
+    """Return the pattern with braces of tars that are numbered one after another, or the name of a single one."""
+    first, last = (pick(row, key=lambda name: (len(name), name)) for pick in (min, max))
+    if first == last:
+        return first
+    (end,) = _NUMBER.findall(last)
+    return _NUMBER.sub(rf"{{\g<0>..{end}}}", first)
 
 
 def _fetched(path: str, copies: Path) -> tuple[Path, int]:
