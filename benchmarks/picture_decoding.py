@@ -37,7 +37,8 @@ from benchmarks.record import Line, Peers, rate, ratio_line
 from benchmarks.webdataset_peer import epoch_after_epoch
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import run_command
-from data_pipeline.core.random_crop import Crop, random_resized_crops
+from data_pipeline.core.random_crop import Crop, CropLaw
+from data_pipeline.loading.decode import CropDraws
 from data_pipeline.loading.picture_decode import decode_crops, picture_size
 
 SIZE = 224
@@ -46,6 +47,7 @@ PACKAGES = ("torch", "torchvision", "webdataset", "pillow", "simplejpeg", "numpy
 MANY_SIZES = ((96, 128), (333, 500), (500, 375), (480, 640), (1024, 683), (1200, 1600), (3000, 4000))
 
 
+_LAW = CropLaw((0.08, 1.0), (3 / 4, 4 / 3), purpose=0)
 _EPOCHS = count()  # new boxes in every epoch
 
 
@@ -107,10 +109,9 @@ def views_of(file: memoryview, crops: Sequence[Crop]) -> Tensor:
 def crops_of(files: Sequence[memoryview], *, epoch: int = 0) -> list[list[Crop]]:
     """Draw two boxes for each file."""
     sizes_B2 = torch.tensor([picture_size(file) for file in files])
-    both = []
-    for view in (0, 1):
-        keys = DrawKeys(seed=0, epoch=epoch, index_B=torch.arange(len(files)), view=view)
-        both.append([Crop(*box) for box in random_resized_crops(sizes_B2, keys, purpose=0).tolist()])
+    index_B = torch.arange(len(files))
+    of_first, of_second = (DrawKeys(seed=0, epoch=epoch, index_B=index_B, view=view) for view in (0, 1))
+    both = CropDraws(_LAW, (of_first, of_second)).boxes(sizes_B2)
     return [list(pair) for pair in zip(*both, strict=True)]
 
 

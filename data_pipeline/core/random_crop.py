@@ -47,27 +47,19 @@ class CropLaw:
     purpose: int
 
 
-def random_resized_crops(
-    sizes_B2: Tensor,
-    keys: DrawKeys,
-    *,
-    scale: tuple[float, float] = (0.08, 1.0),
-    ratio: tuple[float, float] = (3 / 4, 4 / 3),
-    purpose: int,
-) -> Tensor:
+def random_resized_crops(sizes_B2: Tensor, keys: DrawKeys, law: CropLaw) -> Tensor:
     """Draw one box for each picture: (B, 4) int64 of top, left, height and width in pixels, the fields of `Crop`.
 
-    `sizes_B2` is (B, 2) int64, height and width of each picture. `scale` is the range of the share of the area, `ratio`
-    the range of width / height.
+    `sizes_B2` is (B, 2) int64, height and width of each picture.
 
     Examples:
         >>> keys = DrawKeys(seed=0, epoch=0, index_B=torch.tensor([5]), view=0)
-        >>> box = random_resized_crops(torch.tensor([[400, 500]]), keys, scale=(1, 1), ratio=(1, 1), purpose=0)
+        >>> box = random_resized_crops(torch.tensor([[400, 500]]), keys, CropLaw((1, 1), (1, 1), purpose=0))
         >>> Crop(*box[0].tolist())
         Crop(top=0, left=50, height=400, width=400)
     """
-    numbers_BN = uniform(keys, NUM_CROP_NUMBERS, purpose=purpose)
-    return crop_boxes(numbers_BN, sizes_B2, scale=scale, ratio=ratio).long()
+    numbers_BN = uniform(keys, NUM_CROP_NUMBERS, purpose=law.purpose)
+    return crop_boxes(numbers_BN, sizes_B2, scale=law.scale, ratio=law.ratio).long()
 
 
 def crop_boxes(

@@ -109,11 +109,7 @@ class CropDraws:
 
     def boxes(self, sizes_B2: Tensor) -> list[list[Crop]]:
         """Return the crop of each picture for each view; `sizes_B2` holds heights and widths."""
-        law = self.law
-        drawn = [
-            random_resized_crops(sizes_B2, keys, scale=law.scale, ratio=law.ratio, purpose=law.purpose)
-            for keys in self.keys
-        ]
+        drawn = [random_resized_crops(sizes_B2, keys, self.law) for keys in self.keys]
         return [[Crop(*box) for box in boxes_B4.tolist()] for boxes_B4 in drawn]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,10 +13,11 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from data_pipeline.core.counter_rng import DrawKeys
-from data_pipeline.core.random_crop import random_resized_crops
+from data_pipeline.core.random_crop import CropLaw, random_resized_crops
 from tests.trainer.views.kolmogorov import ks_p_value
 
 NUM = 2000
+LAW = CropLaw((0.08, 1.0), (3 / 4, 4 / 3), purpose=0)  # the default of torchvision
 
 
 def keys(num: int, *, seed: int = 0, epoch: int = 0, view: int = 0) -> DrawKeys:
@@ -39,7 +42,7 @@ def test_boxes_have_torchvisions_law(height: int, width: int, scale: tuple[float
     """Most attempts fail with a scale of at least 0.9, and in the long picture, whose boxes are then in the middle."""
     torch.manual_seed(0)
     theirs = np.array(their_boxes(v2.RandomResizedCrop(32, scale=scale), NUM, height, width))
-    ours = random_resized_crops(same_size(NUM, height, width), keys(NUM), scale=scale, purpose=0).numpy()
+    ours = random_resized_crops(same_size(NUM, height, width), keys(NUM), replace(LAW, scale=scale)).numpy()
     for field, name in enumerate(("top", "left", "height", "width")):
         assert ks_p_value(ours[:, field], theirs[:, field]) > 1e-3, name
     for axis, side in ((0, height), (1, width)):
@@ -58,7 +61,7 @@ def test_the_box_in_the_middle_is_torchvisions(size: tuple[int, int], low: float
     """No attempt at twice the area of the picture fits."""
     ratio = (low, low * spread)
     (theirs,) = their_boxes(v2.RandomResizedCrop(32, scale=(2, 2), ratio=ratio), 1, *size)
-    ours = random_resized_crops(same_size(1, *size), keys(1), scale=(2, 2), ratio=ratio, purpose=0)
+    ours = random_resized_crops(same_size(1, *size), keys(1), CropLaw((2, 2), ratio, purpose=0))
     assert ours.tolist() == [theirs]
 
 
@@ -68,7 +71,7 @@ def test_the_box_in_the_middle_is_torchvisions(size: tuple[int, int], low: float
 )
 def test_every_box_is_inside_its_picture(sizes: list[tuple[int, int]], seed: int) -> None:
     sizes_B2 = torch.tensor(sizes)
-    top_B, left_B, height_B, width_B = random_resized_crops(sizes_B2, keys(len(sizes), seed=seed), purpose=0).unbind(1)
+    top_B, left_B, height_B, width_B = random_resized_crops(sizes_B2, keys(len(sizes), seed=seed), LAW).unbind(1)
     assert torch.stack([top_B, left_B]).min() >= 0
     assert torch.stack([height_B, width_B]).min() >= 1
     assert (top_B + height_B <= sizes_B2[:, 0]).all()
@@ -77,10 +80,12 @@ def test_every_box_is_inside_its_picture(sizes: list[tuple[int, int]], seed: int
 
 def test_a_box_depends_on_its_picture_and_keys_alone() -> None:
     sizes_B2 = torch.randint(1, 2000, (100, 2), generator=torch.Generator().manual_seed(0))
-    whole = random_resized_crops(sizes_B2, keys(100), purpose=0)
+    whole = random_resized_crops(sizes_B2, keys(100), LAW)
     order_B = torch.randperm(100, generator=torch.Generator().manual_seed(1))[:37]
     part_keys = DrawKeys(seed=0, epoch=0, index_B=order_B, view=0)
-    assert torch.equal(random_resized_crops(sizes_B2[order_B], part_keys, purpose=0), whole[order_B])
+    assert torch.equal(random_resized_crops(sizes_B2[order_B], part_keys, LAW), whole[order_B])
     for others in (keys(100, seed=1), keys(100, epoch=1), keys(100, view=1)):
-        assert (random_resized_crops(sizes_B2, others, purpose=0) != whole).any(dim=1).double().mean() > 0.8
-    assert (random_resized_crops(sizes_B2, keys(100), purpose=1) != whole).any(dim=1).double().mean() > 0.8
+        assert (random_resized_crops(sizes_B2, others, LAW) != whole).any(dim=1).double().mean() > 0.8
+    assert (random_resized_crops(sizes_B2, keys(100), replace(LAW, purpose=1)) != whole).any(
+        dim=1
+    ).double().mean() > 0.8

@@ -18,6 +18,7 @@ from torchvision.transforms.v2 import functional as tv
 
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.random_crop import (
+    CropLaw,
     random_resized_crops,
 )
 from tests.trainer.views.kolmogorov import ks_p_value
@@ -294,7 +295,7 @@ def test_crop_boxes_have_torchvisions_law(area: tuple[float, float]) -> None:
 def test_a_decoder_draws_the_boxes_of_the_views(area: tuple[float, float], aspect: tuple[float, float]) -> None:
     box_B4 = draw(ExpertImageConfig(area=area, aspect=aspect), keys(500), size=96).box_B4
     sizes_B2 = torch.full((500, 2), 96)
-    of_decoder_B4 = random_resized_crops(sizes_B2, keys(500), scale=area, ratio=aspect, purpose=0)
+    of_decoder_B4 = random_resized_crops(sizes_B2, keys(500), CropLaw(area, aspect, purpose=0))
     assert box_B4 is not None
     assert torch.equal(box_B4, of_decoder_B4.float())
 
