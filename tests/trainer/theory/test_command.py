@@ -18,7 +18,6 @@ QUICK = [
     "theorem.num_batches_a_seed=4",
     "training.num_dominant=6",
     "training.fewer_dominant=[5, 1]",
-    "training.fewer_noised=[]",
     "training.num_steps=6",
     "training.noise_from_step=3",
     "training.num_pairs=8",

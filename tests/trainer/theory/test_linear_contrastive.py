@@ -215,7 +215,6 @@ TRAINING = [
     "training.learning_rate=0.3",
     "training.num_dominant=24",
     "training.fewer_dominant=[1]",
-    "training.fewer_noised=[5]",
     "training.weak_correlation=0.3",
     "training.weak_correlations=[0.3]",
     "training.num_steps=60",

@@ -143,17 +143,13 @@ def training_tables(training: TrainingSettings, found: Mapping[str, Tensors]) ->
         benefit = mean_entries("benefit_degrees", last_AS[without] - last_AS[noisy])
         return {"without_noise": arm(history, without), "with_noise": arm(history, noisy), **benefit}
 
-    by_weak, base, betas = found["weak_correlation"], training.two_of(found["noise"]), training.betas
+    by_weak, base = found["weak_correlation"], training.two_of(found["noise"])
     return {
         "by_weak_correlation": [
             {"weak_correlation": value, **pair(by_weak, place, num + place)}
             for place, value in enumerate(training.weak_correlations)
         ],
-        "by_beta": [{"beta": beta, **arm(found["noise"], place)} for place, beta in enumerate(betas)],
-        "by_num_noised": [
-            {"num_noised": count, **pair(found["noise"], len(betas) - 1, len(betas) + place)}
-            for place, count in enumerate(training.fewer_noised)
-        ],
+        "by_beta": [{"beta": beta, **arm(found["noise"], place)} for place, beta in enumerate(training.betas)],
         "by_num_dominant": [
             {"num_dominant": training.num_dominant, **pair(base)},
             *({"num_dominant": count, **pair(found[f"dominant_{count}"])} for count in training.fewer_dominant),

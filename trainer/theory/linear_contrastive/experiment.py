@@ -6,8 +6,8 @@ Shapes: S seeds, A arms, K features, T steps, P and Q states of two features, C 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -95,13 +95,8 @@ def _grid_of_a_seed(
     )
 
 
-@dataclass(frozen=True)
-class NoiseArm:
-    """One training: correlation of the weak feature, beta of the noise (1 is no noise), number of noised features."""
-
-    weak_correlation: float
-    beta: float
-    num_noised: int
+# One training: the correlation of the weak feature, and the beta of the noise on the others (1 is no noise).
+Arm: TypeAlias = tuple[float, float]
 
 
 def check_training(settings: LinearContrastiveSettings, device: torch.device) -> Outcome:
@@ -117,27 +112,24 @@ def check_training(settings: LinearContrastiveSettings, device: torch.device) ->
     return Outcome(claims.measure_training(training, found), words, panels, tables)
 
 
-def _arms(training: TrainingSettings) -> dict[str, tuple[TrainingSettings, Sequence[NoiseArm]]]:
+def _arms(training: TrainingSettings) -> dict[str, tuple[TrainingSettings, Sequence[Arm]]]:
     """Return the trainings by name, for the claims and for each sweep. The arms of one are trained side by side."""
-    weak, beta, num = training.weak_correlation, training.noise_beta, training.num_dominant
-    by_weak = [NoiseArm(value, each, num) for each in (1.0, beta) for value in training.weak_correlations]
-    by_noise = [NoiseArm(weak, each, num) for each in training.betas]
-    by_noise += [NoiseArm(weak, beta, count) for count in training.fewer_noised]
-    changed = {f"dominant_{num}": training.model_copy(update={"num_dominant": num}) for num in training.fewer_dominant}
+    weak, pair = training.weak_correlation, (1.0, training.noise_beta)
+    by_weak = [(value, beta) for beta in pair for value in training.weak_correlations]
+    by_noise = [(weak, beta) for beta in training.betas]
     pairs = {
-        name: (other, [NoiseArm(weak, each, other.num_dominant) for each in (1.0, beta)])
-        for name, other in changed.items()
+        f"dominant_{num}": (training.model_copy(update={"num_dominant": num}), [(weak, beta) for beta in pair])
+        for num in training.fewer_dominant
     }
     return {"weak_correlation": (training, by_weak), "noise": (training, by_noise), **pairs}
 
 
-def _train(training: TrainingSettings, arms: Sequence[NoiseArm], device: torch.device, seeds: Sequence[int]) -> Tensors:
+def _train(training: TrainingSettings, arms: Sequence[Arm], device: torch.device, seeds: Sequence[int]) -> Tensors:
     """Return what `train_arms` returns for these arms."""
     alpha_AK = torch.full((len(arms), 1 + training.num_dominant), training.dominant_correlation, dtype=torch.float64)
     beta_AK = torch.ones_like(alpha_AK)
-    for alpha_K, beta_K, arm in zip(alpha_AK, beta_AK, arms, strict=True):
-        alpha_K[0] = arm.weak_correlation
-        beta_K[1 : 1 + arm.num_noised] = arm.beta
+    for alpha_K, beta_K, (weak, beta) in zip(alpha_AK, beta_AK, arms, strict=True):
+        alpha_K[0], beta_K[1:] = weak, beta
     return model.train_arms(training, alpha_AK, beta_AK, seeds=seeds, device=device)
 
 

@@ -75,9 +75,9 @@ class TheoremSettings(Schema):
 class TrainingSettings(Schema):
     """Settings for appendix D: one weak and many dominant features, with noise on the dominant ones from a step on.
 
-    `noise_from_step` is that step. In the sweeps over `other_betas`, `fewer_noised` and `fewer_dominant` the weak
-    feature has `weak_correlation`. The claims use only the `weak_correlations` below `dominant_correlation`; figures
-    and tables show all of them.
+    `noise_from_step` is that step. In the sweeps over `other_betas` and `fewer_dominant` the weak feature has
+    `weak_correlation`. The claims use only the `weak_correlations` below `dominant_correlation`; figures and tables
+    show all of them.
 
     `initial_scale` is the root mean square norm of theta_k at the start. Its entries are N(0, initial_scale^2 / dim).
     """
@@ -95,7 +95,6 @@ class TrainingSettings(Schema):
     dominant_correlation: Share = 0.9
     num_dominant: Count = 50
     fewer_dominant: tuple[Count, ...] = (40, 30, 20, 10, 1)
-    fewer_noised: tuple[Count, ...] = (25, 10, 5)
 
     @model_validator(mode="after")
     def _within(self) -> Self:
@@ -103,8 +102,8 @@ class TrainingSettings(Schema):
             raise ValueError(
                 f"noise_from_step {self.noise_from_step} must lie between 1 and num_steps {self.num_steps}"
             )
-        if max((*self.fewer_dominant, *self.fewer_noised), default=0) >= self.num_dominant:
-            raise ValueError(f"fewer_dominant and fewer_noised must lie below num_dominant, {self.num_dominant}")
+        if max(self.fewer_dominant, default=0) >= self.num_dominant:
+            raise ValueError(f"fewer_dominant must lie below num_dominant, {self.num_dominant}")
         if min(self.weak_correlations) >= self.dominant_correlation:
             raise ValueError("one of weak_correlations must lie below dominant_correlation, or no feature is weak")
         return self
