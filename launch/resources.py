@@ -153,5 +153,5 @@ def resources_for(wanted: RequestedResources, configs: Sequence[RunConfig], *, n
             f"leave out --tasks-per-node, or ask for --gpus-per-node {resources.tasks_per_node}"
         )
     for config in configs:
-        check_batch(config, num_samples=(), num_ranks=resources.num_ranks)
+        check_batch(config, None, num_ranks=resources.num_ranks)
     return resources

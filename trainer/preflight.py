@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import gcd
 
 import torch
@@ -89,7 +89,7 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
     _warn_of_splits(config, manifests)
     height, width = _check_medium(config, train)
     check_input_shape(config, height=height, width=width, where=train_dir)
-    check_batch(config, num_samples=train_sizes(manifests.train), num_ranks=world_size())
+    check_batch(config, manifests.train, num_ranks=world_size())
     check_batch_norm(config, height=height, width=width, num_ranks=world_size())
     _check_overlays(config, sources)
     config.objective.check_labels(num_classes(manifests.train))
@@ -104,11 +104,6 @@ def _warn_of_splits(config: RunConfig, manifests: Manifests) -> None:
     for location, manifest, other in (train, test):
         if manifest.tars.numbered and manifest.how_made.split == other:
             logger.warning("%s was built with --split %s; are train and test set exchanged?", location, other)
-
-
-def train_sizes(train: TrainManifest) -> tuple[int, ...]:
-    """Return the number of samples of the train set, or of each source of a mixture."""
-    return tuple(manifest.num_samples for manifest in datasets_of(train))
 
 
 def _check_overlays(config: RunConfig, sources: Mapping[str, Manifest]) -> None:
@@ -133,21 +128,20 @@ def _check_overlays(config: RunConfig, sources: Mapping[str, Manifest]) -> None:
         )
 
 
-def check_batch(config: RunConfig, *, num_samples: Sequence[int], num_ranks: int) -> None:
+def check_batch(config: RunConfig, train: TrainManifest | None, *, num_ranks: int) -> None:
     """Raise `UserError` if ranks, micro batches or the groups of split batch norm do not divide the global batch.
 
-    Raises it also for near neighbours of an encoder that is another one on each of several ranks.
-
-    `num_samples` holds the size of the train set, or of each source of a mixture; it is empty if they are not known.
+    Raises it also for near neighbours of an encoder that is another one on each of several ranks. `train` is None if
+    the train set is not known; then only its size is not checked.
     """
     size, num_parts = config.global_batch_size, config.memory.micro_batches
-    if not num_samples:
+    if train is None:
         check_ranks(size, world_size=num_ranks)
     elif config.data.mixture is None:
-        check_batch_size(num_samples[0], global_batch_size=size, world_size=num_ranks)
+        check_batch_size(train.num_samples, global_batch_size=size, world_size=num_ranks)
     else:
-        weights = weights_of(config.data.mixture)
-        names = list(config.data.mixture)
+        num_samples = [manifest.num_samples for manifest in datasets_of(train)]
+        weights, names = weights_of(config.data.mixture), list(config.data.mixture)
         check_mixture(num_samples, weights, names=names, global_batch_size=size, world_size=num_ranks)
     rank_batch_size = size // num_ranks
     if rank_batch_size % num_parts:

@@ -57,9 +57,10 @@ class RunCounters:
     def __init__(
         self, run_dir: RunDir, training: Training, manifests: Manifests, restored: Restored, *, device: torch.device
     ) -> None:
-        before, config, self._data = restored.run, training.modules.config, manifests.identity
+        self._data, config = manifests.identity, training.modules.config
+        before = restored.run or RunState(data=self._data, wall_seconds=0.0)
         self._max_in_a_row, self._is_float16 = config.max_skipped_in_a_row, config.precision == "float16"
-        self._skipped = SkipCounts() if before is None else before.skipped
+        self._skipped = before.skipped
         self._lag = 1 if device.type == "cuda" else 0
         self._pending: deque[_PendingStep] = deque()
         self.saved_step, self._has_learned = restored.step, False  # since that checkpoint
@@ -68,9 +69,9 @@ class RunCounters:
             num_samples=manifests.train.num_samples,
             max_share=config.data.max_bad_share,
             where=config.data.train_name,
-            before=() if before is None or restored.has_other_train_set(self._data) else before.bad_samples,
+            before=() if restored.has_other_train_set(self._data) else before.bad_samples,
         )
-        self._seconds_before, self._started = restored.wall_seconds, time.perf_counter()
+        self._seconds_before, self._started = before.wall_seconds, time.perf_counter()
 
     def add(self, batch: Batch, output: StepOutput) -> None:
         """Count the step on a batch. Raises `UserError` if too many steps in a row were skipped."""

@@ -48,11 +48,6 @@ class Restored:
         """Return the datasets that the checkpoint was trained on; None if there is no checkpoint."""
         return None if self.run is None else self.run.data
 
-    @property
-    def wall_seconds(self) -> float:
-        """Return the seconds of training up to the checkpoint, as in `RunState`."""
-        return 0.0 if self.run is None else self.run.wall_seconds
-
     def has_other_train_set(self, now: DataIdentity) -> bool:
         """Return whether the checkpoint was trained on another train set than the present one."""
         return self.run is not None and self.run.data.train_manifest_sha256 != now.train_manifest_sha256

@@ -33,7 +33,7 @@ from trainer.modules import build_modules, build_run_objective
 from trainer.open_settings import input_size
 from trainer.original_crops import original_crops
 from trainer.planning.live_bytes import LiveBytes, bytes_of
-from trainer.preflight import check_batch, check_batch_norm, check_input_shape, train_sizes
+from trainer.preflight import check_batch, check_batch_norm, check_input_shape
 from trainer.views import BaseViewsConfig, ViewPolicy, ViewsInputs
 from trainer.views.composed import MOST_TURNS, Composed
 from trainer.views.viewmaker import Viewmaker
@@ -94,7 +94,7 @@ def plan(
         UserError: ranks or micro batches do not divide the batch, the objective needs the unknown number of samples or
             labels, or views or encoder do not accept inputs of this size.
     """
-    check_batch(config, num_samples=() if train is None else train_sizes(train), num_ranks=world_size)
+    check_batch(config, train, num_ranks=world_size)
     if train is None and (config.objective.needs_num_samples or config.objective.needs_labels):
         raise UserError(
             f"objective.kind={config.objective.kind} needs the samples or labels of {config.data.train_name}, which "
@@ -127,7 +127,7 @@ def plan(
 
     def can_be_cut(micro_batches: int) -> bool:
         try:
-            check_batch(cut(micro_batches), num_samples=(), num_ranks=world_size)
+            check_batch(cut(micro_batches), None, num_ranks=world_size)
             check_batch_norm(cut(micro_batches), height=height, width=width, num_ranks=world_size)
         except UserError:
             return False
