@@ -1,13 +1,16 @@
-"""A train set that is a mixture of datasets: its settings, and what the manifests of its sources say together."""
+"""A train set that is a mixture of datasets: its settings, and what the manifests of its sources say together.
+
+Shapes: K sources, C channels.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
+import numpy as np
 from pydantic import AfterValidator, Field
 
 from data_pipeline.core.errors import UserError
@@ -92,22 +95,16 @@ class MixtureManifest:
     @property
     def batch_mean(self) -> tuple[float, ...]:
         """Return the mean of each channel over what a step draws."""
-        return tuple(
-            sum(share * value for share, value in zip(self.shares, values, strict=True))
-            for values in zip(*(manifest.batch_mean for manifest in self.sources.values()), strict=True)
-        )
+        mean_KC = np.array([manifest.batch_mean for manifest in self.sources.values()])
+        return tuple((np.array(self.shares) @ mean_KC).tolist())
 
     @property
     def batch_std(self) -> tuple[float, ...]:
         """Return the standard deviation of each channel over what a step draws."""
-        squares_K = [
-            [std**2 + mean**2 for mean, std in zip(manifest.batch_mean, manifest.batch_std, strict=True)]
-            for manifest in self.sources.values()
-        ]
-        return tuple(
-            math.sqrt(max(0.0, sum(share * value for share, value in zip(self.shares, values, strict=True)) - mean**2))
-            for values, mean in zip(zip(*squares_K, strict=True), self.batch_mean, strict=True)
-        )
+        mean_KC = np.array([manifest.batch_mean for manifest in self.sources.values()])
+        std_KC = np.array([manifest.batch_std for manifest in self.sources.values()])
+        square_C = np.array(self.shares) @ (std_KC**2 + mean_KC**2)
+        return tuple(np.sqrt(np.maximum(square_C - np.square(self.batch_mean), 0)).tolist())
 
     @property
     def is_online(self) -> bool:

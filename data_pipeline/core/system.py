@@ -95,22 +95,6 @@ def end_with_parent() -> None:
     threading.Thread(target=_wait_for_parent, daemon=True).start()
 
 
-def leave_signals_to_parent() -> None:
-    """Ignore SIGTERM and SIGINT, except a SIGTERM from the parent, which ends this process.
-
-    The threads that this process starts later ignore them too. Returns at once.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a handler would not learn who sent it
-    threading.Thread(target=_wait_for_sigterm_of_parent, daemon=True).start()
-
-
-def _wait_for_sigterm_of_parent() -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-        pass
-    os._exit(0)
-
-
 def _wait_for_parent() -> None:
     import multiprocessing  # here, because few commands need it
 

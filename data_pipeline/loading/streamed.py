@@ -5,7 +5,9 @@ Shapes: B batch.
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from data_pipeline.core.batch import Batch
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BadSample
-from data_pipeline.core.system import SHARED, leave_signals_to_parent, signals_blocked
+from data_pipeline.core.system import SHARED, signals_blocked
 from data_pipeline.loading.decode import decode
 from data_pipeline.loading.order import ReadingOrder
 from data_pipeline.loading.sources import StreamSource
@@ -48,7 +50,7 @@ def streamed_batches(
         sampler=steps,
         num_workers=num_workers,
         pin_memory=pin_memory,
-        worker_init_fn=_start_worker,
+        worker_init_fn=_leave_signals_to_parent,
         generator=torch.Generator(),  # without its own, a DataLoader draws from the caller's random state
     )
     # W&B starts threads in every process that is forked, before `worker_init_fn`. They inherit this.
@@ -161,9 +163,18 @@ def _move_to_shared_memory(batches: Iterable[Batch | None]) -> None:
         ) from error
 
 
-def _start_worker(worker_id: int) -> None:
-    """Ignore the signals that warn the training process, such as those of a batch system and Ctrl-C.
+def _leave_signals_to_parent(worker_id: int) -> None:
+    """Ignore SIGTERM and SIGINT, which warn the training process, except a SIGTERM from it, which ends the worker.
 
-    The training process ends its workers with SIGTERM when it ends, if it still holds an iterator of batches then.
+    The training process sends it when it ends, if it still holds an iterator of batches then. The threads that the
+    worker starts later ignore both signals too.
     """
-    leave_signals_to_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a handler would not learn who sent it
+    threading.Thread(target=_wait_for_sigterm_of_parent, daemon=True).start()
+
+
+def _wait_for_sigterm_of_parent() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
