@@ -7,6 +7,7 @@ never runs code from it; a file that was cut or changed is never loaded. Open on
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -78,7 +79,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
         safetensors.torch.save_file(dict(tensors), path)
     except safetensors.SafetensorError as error:
         raise OSError(str(error)) from error
-    path.chmod(path.parent.stat().st_mode & 0o666)  # the library makes a file for its owner alone
+    with contextlib.suppress(PermissionError):  # of a file system without modes
+        path.chmod(path.parent.stat().st_mode & 0o666)  # the library makes a file for its owner alone
     with path.open("rb") as file:
         os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256")

@@ -141,24 +141,18 @@ def restore_tiny(run_dir: RunDir) -> int:
     return restore(run_dir, tiny(1), NT_XENT).step
 
 
-def test_files_are_what_the_library_reads_and_writes(tmp_path: Path) -> None:
-    draw = torch.Generator().manual_seed(0)
-    values = torch.randn(3, 5, generator=draw) * 100
-    kinds = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
-    tensors = {str(kind): values.to(kind) for kind in [*kinds, torch.int8, torch.uint8, torch.bool]}
-    tensors |= {"scalar": torch.tensor(7.0), "empty": torch.empty(0, 4), 'a "name"/é': torch.ones(1, dtype=torch.bool)}
+def test_a_file_is_recorded_as_it_is_and_is_for_all_who_may_read_its_folder(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
     (checkpoint / "plain").touch()
+    tensors = {"weight": torch.ones(3, 5), "scalar": torch.tensor(7), "empty": torch.empty(0, 4)}
     record = write_tensors(checkpoint / "ours.safetensors", tensors)
     content = (checkpoint / "ours.safetensors").read_bytes()
-    assert (checkpoint / "ours.safetensors").stat().st_mode == (checkpoint / "plain").stat().st_mode
     assert (record.num_bytes, record.sha256) == (len(content), sha256(content).hexdigest())
-    found = safetensors.torch.load_file(checkpoint / "ours.safetensors")
+    assert (checkpoint / "ours.safetensors").stat().st_mode == (checkpoint / "plain").stat().st_mode
+    found = safetensors.torch.load(content)
     assert found.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
-        assert torch.equal(found[name], tensor), name
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
 def test_a_copy_is_of_the_moment_and_contiguous() -> None:
