@@ -28,17 +28,12 @@ _HASH_DIGITS: Final = 6
 _WITHOUT_PART: Final = {"seed", "name"}  # a directory is called NAME-seedSEED, which tells these apart
 
 
-def resolve_sweep(
-    config: str,
-    axes: Sequence[str],
-    *,
-    overrides: Sequence[str] = (),
-    group: str | None = None,
-) -> tuple[str, list[RunConfig]]:
+def resolve_sweep(config: str, axes: Sequence[str], *, overrides: Sequence[str] = ()) -> tuple[str, list[RunConfig]]:
     """Return the name of a sweep of the recipe or file `config`, and its runs, each with `overrides` applied.
 
     axes: the texts of --sweep, such as "seed=0,1". The last one changes fastest.
-    group: the group of the runs in W&B (default: the name of the sweep).
+
+    The name is the group of the runs in W&B, unless they have one. `tracking.axes` names the settings.
 
     Raises `UserError` for an unknown setting or a value that does not fit, which it names, if a setting is given twice,
     and if two runs have the same name and seed.
@@ -50,16 +45,10 @@ def resolve_sweep(
         for point in points  # JSON is YAML, too
     ]
     name = _cut("-".join([runs[0].name, "sweep", *sorted(values)]))
-    record = {"group": group or name, "axes": tuple(values)}
-    named = [
-        run.model_copy(
-            update={
-                "name": run_name(run.name, point),
-                "tracking": run.tracking.model_copy(update=record),
-            }
-        )
-        for run, point in zip(runs, points, strict=True)
-    ]
+    named = []
+    for run, point in zip(runs, points, strict=True):
+        tracking = run.tracking.model_copy(update={"group": run.tracking.group or name, "axes": tuple(values)})
+        named.append(run.model_copy(update={"name": run_name(run.name, point), "tracking": tracking}))
     refuse_namesakes(named, where="the sweep")
     return name, named
 

@@ -28,7 +28,6 @@ from trainer.preflight import check_data
 from trainer.provenance import command_line
 from trainer.run_dir import RunDir
 
-_MAX_GROUP: Final = 128  # characters that W&B allows
 # A process of another machine counts as running until its last sign of life is some seconds old.
 _IF_DEAD: Final = "; if it died just now, repeat the command in 10 s"
 
@@ -113,12 +112,7 @@ def _runs_from(arguments: argparse.Namespace) -> tuple[list[PlannedRun], str, Pa
         home = (run_dir or default_run_dir(config)).absolute()
         return [PlannedRun(RunDir(home), config)], config.name, home
     if arguments.study is None:
-        name, configs = resolve_sweep(
-            arguments.config,
-            arguments.sweep,
-            overrides=arguments.set,
-            group=None if study_dir is None else study_dir.absolute().name[:_MAX_GROUP],
-        )
+        name, configs = resolve_sweep(arguments.config, arguments.sweep, overrides=arguments.set)
     elif arguments.sweep:
         raise UserError("--sweep belongs to --config; a study is a list of runs already")
     else:

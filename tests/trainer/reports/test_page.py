@@ -189,7 +189,7 @@ def test_views_and_analyses_of_another_test_set_are_left_out_and_named(
 
 
 def test_a_sweep_is_drawn_over_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, runs = resolve_sweep("debug:image", ["objective.temperature=0.05,0.1"], group="mine")
+    _, runs = resolve_sweep("debug:image", ["objective.temperature=0.05,0.1"])
     paths = []
     for number, config in enumerate(runs):
         accuracy = 0.3 + 0.02 * number
