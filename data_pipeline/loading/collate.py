@@ -8,7 +8,7 @@ Shapes: B batch, T points of a sound, C channels, H height, W width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -123,23 +123,16 @@ def join_parts(
     def joined(tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(tensors)).index_select(0, row_B)
 
-    def joined_labels(labels: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        missing = [torch.full((len(part),), NO_LABEL, device=row_B.device) for part in parts]
-        return {
-            name: joined([each.get(name, no) for each, no in zip(labels, missing, strict=True)]) for name in label_names
-        }
-
     whole: dict[str, Any] = {}
-    for name in (each.name for each in fields(Batch) if each.name != "seconds"):
+    for name in (each.name for each in fields(Batch)):
         values = [getattr(part, name) for part in parts]
         if all(isinstance(value, Tensor) for value in values):
             whole[name] = joined(values)
-        elif all(isinstance(value, Mapping) for value in values):
-            whole[name] = joined_labels(values)
     if all(part.inputs_b is part.inputs_a for part in parts):
         whole["inputs_b"] = whole["inputs_a"]
     if all(part.masks_b_BHW is part.masks_BHW for part in parts):
         whole["masks_b_BHW"] = whole.get("masks_BHW")
+    missing = [torch.full_like(part.index_B, NO_LABEL) for part in parts]
     draw_index_B = whole.pop("index_B")
     stages = sorted({stage for part in parts for stage in part.seconds})
     return replace(
@@ -148,6 +141,10 @@ def join_parts(
         epoch=epoch,
         index_B=draw_index_B % num_samples,
         draw_index_B=draw_index_B,
+        labels={
+            name: joined([part.labels.get(name, no) for part, no in zip(parts, missing, strict=True)])
+            for name in label_names
+        },
         bad=tuple(bad for part in parts for bad in part.bad),
         seconds={stage: sum(part.seconds.get(stage, 0.0) for part in parts) for stage in stages},
     )
