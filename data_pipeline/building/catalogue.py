@@ -29,7 +29,6 @@ from data_pipeline.overlays.noise import Noise, NoiseOptions
 from data_pipeline.overlays.registry import NAMES as OVERLAY_NAMES
 from data_pipeline.overlays.registry import find_overlay
 from data_pipeline.sources import (
-    SoundKind,
     SoundSource,
     Source,
     SourceInputs,
@@ -45,7 +44,7 @@ from data_pipeline.sources.sound_folder import SoundFolder
 from data_pipeline.sources.spoken_digits import AudioMnist, Fsdd
 from data_pipeline.storage.manifest import LabelEntry
 
-_SOUND_SOURCES: Final[Mapping[str, type[SoundKind]]] = {
+_SOUND_SOURCES: Final[Mapping[str, type[AudioMnist | Fsdd | ProceduralSpeech | SoundFolder]]] = {
     "audiomnist": AudioMnist,
     "fsdd": Fsdd,
     "procedural": ProceduralSpeech,

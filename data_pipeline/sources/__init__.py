@@ -138,10 +138,3 @@ class SoundSource(Source, Protocol):
 
     @property
     def num_points(self) -> int: ...
-
-
-class SoundKind(SourceKind, Protocol):
-    """A class that opens the sources of sounds of one name."""
-
-    @classmethod
-    def open(cls, given: SourceInputs) -> SoundSource: ...
