@@ -109,17 +109,15 @@ def open_dataset(
     return _open_sounds(name, given, found.overlay, overlay_options)
 
 
-def _checked_options(name: str, kind: type[SourceKind], given: SourceInputs) -> dict[str, OptionValue]:
-    """Return the options of a source with their values. Raises `UserError` if one is wrong, or a folder is missing."""
-    if kind.needs_root and given.root is None:
-        raise UserError(f"the source {name} reads the files of a folder; name it with --root")
+def _checked_options(kind: type[SourceKind], given: SourceInputs) -> dict[str, OptionValue]:
+    """Return the options of a source with their values. Raises `UserError` if one is wrong."""
     schema: type[Schema] = getattr(kind, "options_schema", NoOptions)
     return given.read(schema).model_dump(exclude_none=True)
 
 
 def _open_pictures(name: str, given: SourceInputs, overlay: str | None, options: Options) -> Ingredients:
     kind: type[SourceKind] = SOURCE_NAMES.find_object(name)
-    source_options = _checked_options(name, kind, given)
+    source_options = _checked_options(kind, given)
     opened = kind.open(given)
     drawn: PixelOverlay | None = None
     if overlay is not None:
@@ -197,7 +195,7 @@ def _open_sounds(name: str, given: SourceInputs, overlay: str | None, options: O
         opened: SoundSource = SilenceSource(num_records, mel.sample_rate, mel.num_points)
     else:
         kind = _SOUND_SOURCES[name]
-        _checked_options(name, kind, given)
+        _checked_options(kind, given)
         opened = kind.open(given)
     sample_rate, num_points = opened.sample_rate, opened.num_points
     if overlay is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,19 +111,18 @@ class SourceInputs:
         return parse_options(schema, self.options, owner=f"the source of {self.base}", flag=SOURCE_OPTION)
 
     def required_root(self) -> Path:
-        """Return `root`. Call it only in a source with `needs_root`."""
-        assert self.root is not None
+        """Return `root`. Raises `UserError` if the user named none."""
+        if self.root is None:
+            raise UserError(f"the source of {self.base} reads the files of a folder; name it with --root")
         return self.root
 
 
 class SourceKind(Protocol):
     """A class that opens the sources of one name.
 
-    `needs_root` says whether the user must name a folder. A class with options of its own has an attribute
-    `options_schema`, a `Schema` with a field for each, and reads them by `given.read(options_schema)`.
+    A class with options of its own has an attribute `options_schema`, a `Schema` with a field for each, and reads them
+    by `given.read(options_schema)`. A class that reads files takes their folder from `given.required_root()`.
     """
-
-    needs_root: ClassVar[bool]
 
     @classmethod
     def open(cls, given: SourceInputs) -> Source:

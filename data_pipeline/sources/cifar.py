@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,6 @@ class Cifar:
 
     description = "torchvision"
     title = "picture"
-    needs_root: ClassVar[bool] = True
 
     @classmethod
     def open(cls, given: SourceInputs) -> Self:

@@ -73,7 +73,6 @@ class FolderOptions(SplitOptions):
 class Folder:
     """The source folder: pictures in class folders, with the labels of a table, or without labels."""
 
-    needs_root: ClassVar[bool] = True
     options_schema: ClassVar[type[Schema]] = FolderOptions
 
     @classmethod

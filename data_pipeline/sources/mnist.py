@@ -31,7 +31,6 @@ class Mnist:
 
     title = "digit"
     class_names = tuple("0123456789")
-    needs_root: ClassVar[bool] = True
     options_schema: ClassVar[type[Schema]] = MnistOptions
 
     def __init__(self, digits: DigitSource) -> None:

@@ -50,7 +50,6 @@ class PlacedDigits:
     seed: int
     split: str
     options: PlacedDigitsOptions
-    needs_root: ClassVar[bool] = False
     options_schema: ClassVar[type[Schema]] = PlacedDigitsOptions
     class_names: tuple[str, ...] = field(default=tuple("0123456789"), init=False)
     title: str = field(default="digit", init=False)

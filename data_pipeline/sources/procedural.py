@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Final, Self
+from typing import Final, Self
 
 import numpy as np
 from numpy.random import Generator
@@ -178,7 +178,6 @@ class Procedural:
     description: str = field(default="procedural", init=False)
     class_names: tuple[str, ...] = field(default=tuple(PATTERNS), init=False)
     title: str = field(default="picture", init=False)
-    needs_root: ClassVar[bool] = False
 
     @classmethod
     def open(cls, given: SourceInputs) -> Self:

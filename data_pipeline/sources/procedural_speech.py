@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Final, Self
+from typing import Final, Self
 
 import numpy as np
 from numpy.random import Generator
@@ -83,7 +83,6 @@ class ProceduralSpeech:
     title: str = field(default="melody", init=False)
     sample_rate: int = field(default=SAMPLE_RATE, init=False)
     num_points: int = field(default=FSDD.num_points, init=False)
-    needs_root: ClassVar[bool] = False
 
     @classmethod
     def open(cls, given: SourceInputs) -> Self:

@@ -67,7 +67,6 @@ class SoundFolderOptions(SplitOptions):
 class SoundFolder:
     """The source sound_folder: the sounds of a folder or a zip with their labels."""
 
-    needs_root: ClassVar[bool] = True
     options_schema: ClassVar[type[Schema]] = SoundFolderOptions
 
     @classmethod

@@ -34,7 +34,6 @@ class SpokenDigits(SoundFiles):
     if there are no sounds, or if one has another name; it says `where` the recordings are to be had.
     """
 
-    needs_root: ClassVar[bool] = True
     folder: ClassVar[str]
     mel: ClassVar[MelConfig]
     where: ClassVar[str]

@@ -248,7 +248,6 @@ class Trifeature:
     split: str
     num_records: int
     options: TrifeatureOptions
-    needs_root: ClassVar[bool] = False
     options_schema: ClassVar[type[Schema]] = TrifeatureOptions
     class_names: tuple[str, ...] = field(default=tuple(SHAPES), init=False)
     title: str = field(default="shape", init=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,6 @@ class Beaches:
     description: str = "beaches"
     class_names: tuple[str, ...] = ("flood", "ebb")
     title: str = "beach"
-    needs_root: ClassVar[bool] = False
 
     @classmethod
     def open(cls, given: SourceInputs) -> Self:
