@@ -3,7 +3,7 @@
 A contrastive loss falls as soon as the encoder tells samples apart by one easy feature, and then it hardly learns the
 others. Among samples that share this feature, only the others help. So from some epoch on, a batch consists of groups:
 a sample and its nearest neighbours among the features of the encoder. A sample is compared with its group only
-(`SymmetricInfoNCE`). No label is read.
+(`symmetric_info_nce_loss`). No label is read.
 
 This is a form of multistage contrastive learning (Zhang et al. 2024, "Learning the Unlearned"), which takes negatives
 from the cluster of a sample. There, each stage trains another encoder, and their features are put side by side. Here,

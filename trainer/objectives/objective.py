@@ -182,7 +182,8 @@ class Objective(nn.Module, ABC):
 class PureObjective(Objective):
     """An objective without state: a pure function of the embeddings of both views.
 
-    `loss` is called with the embeddings, (B, D) each, and `settings`, and returns an `ObjectiveOutput`.
+    `loss` is called with the embeddings, (B, D) each, and `settings`, and returns an `ObjectiveOutput`. If samples are
+    compared in groups only (`BaseObjectiveConfig.compares_in_groups`), it is also given their `group_size`.
     """
 
     def __init__(self, loss: Callable[..., ObjectiveOutput], **settings: Any) -> None:
@@ -190,7 +191,8 @@ class PureObjective(Objective):
         self._loss = partial(loss, **settings)
 
     def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
-        return self._loss(z_a_BD, z_b_BD)
+        groups = {} if pair is None or pair.group_size is None else {"group_size": pair.group_size}
+        return self._loss(z_a_BD, z_b_BD, **groups)
 
 
 def mean_cosine(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from data_pipeline.core.schema import Temperature
 from trainer.objectives.contrast import AnchorChunks, candidates, log_sums, scale_of, unit_pair
-from trainer.objectives.objective import Objective, ObjectiveInputs, ObjectiveOutput, ViewPair, contrastive_output
+from trainer.objectives.objective import ObjectiveInputs, ObjectiveOutput, PureObjective, contrastive_output
 
 Total = Literal["sum", "mean"]
 
@@ -33,8 +33,8 @@ class SymmetricInfoNCEConfig(AnchorChunks):
     temperature: Temperature = 0.1
     total: Total = "sum"
 
-    def build(self, given: ObjectiveInputs) -> Objective:
-        return SymmetricInfoNCE(self)
+    def build(self, given: ObjectiveInputs) -> PureObjective:
+        return PureObjective(symmetric_info_nce_loss, **self.model_dump(exclude={"kind"}))
 
 
 def symmetric_info_nce_loss(
@@ -80,17 +80,6 @@ def symmetric_info_nce_loss(
             log_probability_2B = _log_probability_in_groups(u_BD, v_BD, temperature, group_size)
     loss = -log_probability_2B.mean() * {"sum": 2, "mean": 1}[total]
     return contrastive_output(loss, log_probability_2B, z_a_BD, z_b_BD)
-
-
-class SymmetricInfoNCE(Objective):
-    """The objective of symmetric InfoNCE."""
-
-    def __init__(self, config: SymmetricInfoNCEConfig) -> None:
-        super().__init__()
-        self._settings = config.model_dump(exclude={"kind"})
-
-    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair) -> ObjectiveOutput:
-        return symmetric_info_nce_loss(z_a_BD, z_b_BD, **self._settings, group_size=pair.group_size)
 
 
 def _log_probability(u_BD: Tensor, v_BD: Tensor, temperature: float | Tensor, chunk_size: int | None) -> Tensor:
