@@ -26,6 +26,7 @@ from trainer.own_code import own_packages
 from trainer.planning.plan import describe, plan
 from trainer.run_dir import RunDir, TakenError, is_held
 from trainer.train import train
+from trainer.utilization import Utilization, measure_utilization
 
 _MAX_REASON: Final = 4_000  # characters, because an exception may quote a whole tensor
 _INTERRUPTED: Final = (
@@ -43,9 +44,11 @@ def run(config: RunConfig, run_dir: Path, *, command: str, accepted_data: Collec
         keep_freed_memory()
         world = read_env(os.environ)
         log_to_terminal(own_packages(config))
-        device = choose_device(world)
+        device, utilization = choose_device(world), None
+        if device.type == "cuda" and world.rank == 0:
+            utilization = measure_utilization(config, device, num_ranks=world.world_size)
         with process_group(world, device):
-            train_on(device, config, run_dir, command=command, accepted_data=accepted_data)
+            train_on(device, config, run_dir, command=command, accepted_data=accepted_data, utilization=utilization)
 
 
 @contextlib.contextmanager
@@ -97,11 +100,24 @@ def last_line(error: BaseException) -> str:
 
 
 def train_on(
-    device: torch.device, config: RunConfig, run_dir: Path, *, command: str, accepted_data: Collection[str] = ()
+    device: torch.device,
+    config: RunConfig,
+    run_dir: Path,
+    *,
+    command: str,
+    accepted_data: Collection[str] = (),
+    utilization: Utilization | None = None,
 ) -> None:
     """Train as one of the joined ranks. Raises the errors of `train`, and `UserError` if the GPU's memory is full."""
     try:
-        train(config, RunDir(run_dir), device=device, command=command, accepted_data=accepted_data)
+        train(
+            config,
+            RunDir(run_dir),
+            device=device,
+            command=command,
+            accepted_data=accepted_data,
+            utilization=utilization,
+        )
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"rank {read_env(os.environ).rank} has not enough memory on {device} "

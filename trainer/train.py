@@ -45,14 +45,22 @@ from trainer.run_counters import RunCounters
 from trainer.run_dir import Hold, RunDir
 from trainer.step import StepOutput
 from trainer.training_log import TrainingLog, log_start
+from trainer.utilization import Utilization
 
 
 def train(
-    config: RunConfig, run_dir: RunDir, *, device: torch.device, command: str, accepted_data: Collection[str] = ()
+    config: RunConfig,
+    run_dir: RunDir,
+    *,
+    device: torch.device,
+    command: str,
+    accepted_data: Collection[str] = (),
+    utilization: Utilization | None = None,
 ) -> None:
     """Train to the end of the config, or go on from the newest checkpoint in `run_dir`.
 
-    Every rank must call this after the process group is made. `accepted_data` has the meaning of `claim`.
+    Every rank must call this after the process group is made. `accepted_data` has the meaning of `claim`. The first
+    rank logs the share of the devices' rate if it has a `utilization`.
 
     Raises:
         UserError: if training is not possible with this input.
@@ -77,6 +85,7 @@ def train(
             held,
             device=device,
             command=command,
+            utilization=utilization,
         )
         stopped_after = None if loop is None else loop.run(stop_requests)
         del loop  # an exception would keep DDP alive until its process group is destroyed, which would then hang
@@ -179,6 +188,7 @@ def open_loop(
     *,
     device: torch.device,
     command: str,
+    utilization: Utilization | None,
 ) -> TrainingLoop | None:
     """Build a training, restore it from the newest checkpoint, and return its loop; None if no step is left."""
     train_set = manifests.train
@@ -246,6 +256,7 @@ def open_loop(
         num_steps=num_steps,
         device=device,
         source_metrics=stream.source_metrics,
+        utilization=utilization,
     )
     return TrainingLoop(config, run_dir, training, stream, order, steps, counters, log, checkpoints, watchdog)
 

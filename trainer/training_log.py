@@ -31,6 +31,7 @@ from trainer.profiling import Clock, memory_in_use, slowest, slowest_rank
 from trainer.run_counters import RunCounters
 from trainer.run_dir import RunDir
 from trainer.step import StepOutput
+from trainer.utilization import Utilization, headspace
 from trainer.views import BaseViewsConfig
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,8 @@ logger = logging.getLogger(__name__)
 class TrainingLog:
     """The log of a training, which is closed at the end of its `with` block. Its clock starts when it is made.
 
-    `source_metrics` returns what was drawn from each source of a mixture in a number of steps.
+    `source_metrics` returns what was drawn from each source of a mixture in a number of steps. `utilization` has the
+    arithmetic of the run, if its share of the devices' rate is logged.
 
     Raises `UserError` if the samples of the probe or of the pictures cannot be read.
     """
@@ -56,9 +58,10 @@ class TrainingLog:
         num_steps: int,
         device: torch.device,
         source_metrics: Callable[[int], dict[str, float]],
+        utilization: Utilization | None = None,
     ) -> None:
         self._config, self._counters, self._watchdog, self._device = config, counters, watchdog, device
-        self._source_metrics = source_metrics
+        self._source_metrics, self._utilization = source_metrics, utilization
         self._alarms = Alarms(config.alarms)
         self._pictures: Callable[[int], StepPictures | None] | None = None
         if rank() == 0 and config.precision != "float64":  # which is for comparisons of trajectories
@@ -139,6 +142,9 @@ class TrainingLog:
         metrics |= self._counters.metrics() | self._source_metrics(num_done)
         speed = self._clock.read(num_samples=self._config.global_batch_size)
         metrics |= all_reduce_mean_scalars(speed | memory_in_use(self._device)) | slowest_rank(speed)
+        metrics["perf/headspace"] = headspace(metrics["perf/data_wait_fraction"])
+        if self._utilization is not None:
+            metrics["perf/mfu"] = self._utilization.mfu(metrics["perf/samples_per_second"])
         return metrics | {f"optim/{name}_learning_rate": rate for name, rate in learning_rates.items()}
 
 

@@ -8,16 +8,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu_stages.checks import RECIPES, batch_of, config_of
 from benchmarks.gpu_stages.session import Outcome, Setting, Stage, Task
 from benchmarks.record import rounded
+from configs import resolve_recipe
+from data_pipeline.core.batch import Batch
+from data_pipeline.core.sample import NO_LABEL
 from trainer.build import build_training
 
 _NUM_KERNELS: Final = 20
 _MAX_NAME: Final = 120  # characters of a kernel's name
-_HOW: Final = {"recorded": "step", "eager": "false", "compiled and recorded": "both"}
+_RECIPES: Final = {"simclr:digits": "debug:image", "viewmaker:digits": "debug:viewmaker"}  # and their form in a dry run
+_HOW: Final = {"recorded": "step", "plain": "false", "compiled and recorded": "both"}
 _LAUNCHES: Final = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 
 
@@ -30,18 +34,10 @@ class Kernel:
     end: float
 
 
-@dataclass(frozen=True)
-class Trace:
-    """The kernels of some steps, and the names of the calls by which the host launched them; a recorded step is one."""
+def trace_steps(setting: Setting, step: Callable[[], object], *, num_steps: int) -> tuple[list[Kernel], int]:
+    """Return the kernels of some steps, and by how many calls the host launched them; a recorded step is one call.
 
-    kernels: Sequence[Kernel]
-    launches: Sequence[str]
-
-
-def trace_steps(setting: Setting, step: Callable[[], object], *, num_steps: int) -> Trace:
-    """Return the trace of some steps. On a CPU, the operations stand for kernels.
-
-    It is empty if the profiler may not see the GPU.
+    There are no kernels if the profiler may not see the GPU. On a CPU, they are the operations.
     """
     is_cuda = setting.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
@@ -56,8 +52,8 @@ def trace_steps(setting: Setting, step: Callable[[], object], *, num_steps: int)
         for event in events
         if (event.device_type.name == "CUDA") == is_cuda and not event.is_user_annotation
     ]
-    launches = [event.name for event in events if event.device_type.name == "CPU"]
-    return Trace(kernels, [name for name in launches if name.startswith(_LAUNCHES)])
+    num_launches = sum(event.device_type.name == "CPU" and event.name.startswith(_LAUNCHES) for event in events)
+    return kernels, num_launches
 
 
 def busy_microseconds(kernels: Iterable[Kernel]) -> float:
@@ -74,24 +70,24 @@ def busy_microseconds(kernels: Iterable[Kernel]) -> float:
     return busy
 
 
-def summary(trace: Trace, *, num_steps: int) -> dict[str, Any]:
+def summary(kernels: Sequence[Kernel], *, num_launches: int, num_steps: int) -> dict[str, Any]:
     """Return the kernels that take most of the time, and the share of the time in which none ran.
 
-    Raises `RuntimeError` if the trace has no kernel.
+    Raises `RuntimeError` if there is no kernel.
     """
-    if not trace.kernels:
+    if not kernels:
         raise RuntimeError("torch's profiler saw no kernel; check that this user may profile the GPU")
     seconds: defaultdict[str, list[float]] = defaultdict(list)
-    for kernel in trace.kernels:
+    for kernel in kernels:
         seconds[kernel.name].append(kernel.end - kernel.begin)
     whole = sum(map(sum, seconds.values()))
-    span = max(kernel.end for kernel in trace.kernels) - min(kernel.begin for kernel in trace.kernels)
+    span = max(kernel.end for kernel in kernels) - min(kernel.begin for kernel in kernels)
     slowest = sorted(seconds, key=lambda name: -sum(seconds[name]))[:_NUM_KERNELS]
     return {
-        "kernels_a_step": rounded(len(trace.kernels) / num_steps),
-        "launches_a_step": rounded(len(trace.launches) / num_steps),
+        "kernels_a_step": rounded(len(kernels) / num_steps),
+        "launches_a_step": rounded(num_launches / num_steps),
         "microseconds_a_step": rounded(span / num_steps),
-        "idle_share": rounded(1 - busy_microseconds(trace.kernels) / span),
+        "idle_share": rounded(1 - busy_microseconds(kernels) / span),
         "slowest": [
             {
                 "kernel": name[:_MAX_NAME],
@@ -107,28 +103,30 @@ def summary(trace: Trace, *, num_steps: int) -> dict[str, Any]:
 def tasks(setting: Setting) -> Mapping[str, Task]:
     """Return the traces."""
     return {
-        f"{recipe}, {how}": Task(partial(measure, setting, recipe, compile_setting), needs_seconds=25)
-        for how, compile_setting in _HOW.items()
-        for recipe in RECIPES
+        f"{recipe}, {how}": Task(partial(measure, setting, recipe, compiled), needs_seconds=25)
+        for how, compiled in _HOW.items()
+        for recipe in _RECIPES
     }
 
 
-def measure(setting: Setting, recipe: str, compile_setting: str) -> Outcome:
-    """Trace some steps of a recipe on one batch in memory."""
-    num_warm_up, num_steps = (1, 1) if setting.is_tiny else (10, 5)
-    form = ["precision=bfloat16", "channels_last=true", f"compile={compile_setting}"]
-    config = config_of(setting, recipe, *form)
+def measure(setting: Setting, recipe: str, compiled: str) -> Outcome:
+    """Trace some steps of a recipe on one batch of noise."""
+    num_warm_up, num_steps, size = (1, 1, 8) if setting.is_tiny else (10, 5, 256)
+    form = ["precision=bfloat16", "channels_last=true", f"compile={compiled}"]
+    config = resolve_recipe(_RECIPES[recipe] if setting.is_tiny else recipe, [f"global_batch_size={size}", *form])
     training = build_training(config, num_samples=50_000, device=setting.device)
-    batch = batch_of(config, step=0, device=setting.device)
     rates = training.learning_rates(0, num_steps=1)
+    pictures = torch.randint(0, 256, (size, 3, 32, 32), dtype=torch.uint8)
+    labels = dict.fromkeys(("base", "overlay"), torch.full((size,), NO_LABEL))
+    batch = Batch(0, 0, torch.arange(size), pictures, pictures, None, None, labels).to(setting.device)
 
     def step() -> None:
         training.step(batch, learning_rates=rates)
 
     for _ in range(num_warm_up):
         step()
-    trace = trace_steps(setting, step, num_steps=num_steps)
-    return Outcome(summary(trace, num_steps=num_steps))
+    kernels, num_launches = trace_steps(setting, step, num_steps=num_steps)
+    return Outcome(summary(kernels, num_launches=num_launches, num_steps=num_steps))
 
 
-STAGE = Stage("trace", tasks)
+STAGE: Final = Stage("trace", tasks)

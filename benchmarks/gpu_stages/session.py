@@ -1,7 +1,8 @@
 """Measure on a machine that is lent for a short time: within a budget, each result filed at once, none measured twice.
 
-A session goes through stages, and a stage through its measurements. Each stage runs in a process of its own, which
-begins again after a failure, because an error of CUDA spoils the process that it happens in.
+A session goes through stages, and a stage through its measurements. A stage that computes on the GPU by itself runs in
+a process of its own, which begins again after a failure, because an error of CUDA spoils the process that it happens
+in.
 
 Guarantees: a measurement that has ended is in the record, whatever ends the session. A measurement begins only if the
 time that is left is enough for it, and a failed or hanging one costs no other.
@@ -13,11 +14,14 @@ import faulthandler
 import gc
 import json
 import multiprocessing
+import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import STDOUT, Popen, TimeoutExpired
 from typing import Any, Final
 
 import torch
@@ -26,7 +30,10 @@ from pydantic import Field
 from data_pipeline.core.schema import Schema
 from trainer.run_dir import read_object, write_atomically
 
+FILED: Final = Path(__file__).parents[1] / "results"  # the records of earlier sessions
+ROOT: Final = Path(__file__).parents[2]
 _MAX_REASON: Final = 400  # characters of an error
+_SECONDS_TO_STOP: Final = 30  # for a training that saves a checkpoint
 _BEGUN: Final = "it did not end: its process crashed, hung or was stopped"
 
 
@@ -36,8 +43,9 @@ class Setting:
 
     Attributes:
         device: the device under test.
-        out: the directory of the record.
+        out: the directory of the record, and of the runs.
         data: the directory of built datasets.
+        root: the directory of the files from which datasets are built; see `benchmarks.gpu_stages.data`.
         is_tiny: whether this is a dry run, with tiny sizes.
         ends_at: the end of the session, in seconds of `time.time`.
         only: parts of names; measurements with none of them in their names are left out. Empty for all.
@@ -46,14 +54,23 @@ class Setting:
     device: torch.device
     out: Path
     data: Path
+    root: Path = Path(".data")
     is_tiny: bool = False
     ends_at: float = float("inf")
     only: tuple[str, ...] = ()
 
     @property
     def record(self) -> Path:
-        """Return the file of the record; dry runs have their own."""
-        return self.out / ("gpu_tiny.json" if self.is_tiny else "gpu.json")
+        """Return the file of the record, which is named after the card; dry runs have their own."""
+        return self.out / ("gpu_tiny.json" if self.is_tiny else f"gpu_{self._card}.json")
+
+    @property
+    def _card(self) -> str:
+        """Return a short name of the card: "h100" for "NVIDIA H100 80GB HBM3"."""
+        if self.device.type != "cuda":
+            return self.device.type
+        words = torch.cuda.get_device_name(self.device).lower().split()
+        return next((word for word in words if any(map(str.isdigit, word))), words[-1])
 
     @property
     def seconds_left(self) -> float:
@@ -72,11 +89,6 @@ class Setting:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
-    @property
-    def peak_bytes(self) -> int:
-        """Return the most bytes of all tensors since `free_memory`; 0 on a CPU, where they are not counted."""
-        return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -93,23 +105,41 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Task:
-    """A measurement that can be made: `run` makes it, and `needs_seconds` is the least time in which it can end."""
+    """A measurement that can be made.
+
+    Attributes:
+        run: makes it.
+        needs_seconds: the time without which it does not begin.
+        expected_seconds: the time that it is expected to take, if that is another: a training goes on later.
+        is_ready: returns whether what it reads is there.
+    """
 
     run: Callable[[], Outcome]
     needs_seconds: float
-
-    @property
-    def limit_seconds(self) -> float:
-        """Return the time after which it is ended, because it takes far longer than expected."""
-        return 60 + 5 * self.needs_seconds
+    expected_seconds: float | None = None
+    is_ready: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A group of measurements by name, in the order of their worth. `tasks` returns them, and must be cheap."""
+    """A group of measurements by name, in the order of their worth.
+
+    Attributes:
+        name: its name in the record.
+        tasks: returns the measurements, and must be cheap.
+        is_about_speed: whether results are those of one card and one commit. Others count for every card and commit.
+        runs_commands: whether the measurements are commands, which are processes already and end with the session.
+    """
 
     name: str
     tasks: Callable[[Setting], Mapping[str, Task]]
+    is_about_speed: bool = True
+    runs_commands: bool = False
+
+    def wanted(self, setting: Setting) -> dict[str, Task]:
+        """Return the measurements that the session asks for."""
+        tasks = self.tasks(setting).items()
+        return {name: task for name, task in tasks if not setting.only or any(part in name for part in setting.only)}
 
 
 class Measurement(Schema):
@@ -133,25 +163,43 @@ class Record(Schema):
     sessions: tuple[dict[str, Any], ...] = ()
     stages: dict[str, dict[str, Measurement]] = Field(default_factory=dict)
 
-    def is_done(self, stage: str, name: str) -> bool:
-        """Return whether a measurement is done, on the device of the newest session."""
+    def done(self, stage: str, name: str) -> Mapping[str, Any] | None:
+        """Return the circumstances in which a measurement was made; None if it is not done."""
         made = self.stages.get(stage, {}).get(name)
-        if made is None or not made.is_done:
-            return False
-        return self.sessions[made.session].get("device") == self.sessions[-1].get("device")
+        return None if made is None or not made.is_done else self.sessions[made.session]
 
 
 def read_record(path: Path) -> Record:
-    """Return the record in a file, empty if there is no file. Raises `UserError` if the file is damaged."""
-    if not path.exists():
+    """Return the record in a file; if there is no file, the filed record of that name, or else an empty one.
+
+    Raises `UserError` if the file is damaged.
+    """
+    found = path if path.exists() else FILED / path.name
+    if not found.exists():
         return Record()
-    return Record.parse(read_object(path, mend="move it away, or pass another --out"), where=str(path))
+    return Record.parse(read_object(found, mend="move it away, or pass another --out"), where=str(found))
+
+
+def done_where(stage: str, name: str, setting: Setting) -> Mapping[str, Any] | None:
+    """Return the circumstances in which a measurement was made, here or on another card; None if it is not done."""
+    others = [] if setting.is_tiny else sorted({*setting.out.glob("gpu_*.json"), *FILED.glob("gpu_*.json")})
+    found = (read_record(path).done(stage, name) for path in (setting.record, *others))
+    return next((where for where in found if where is not None), None)
+
+
+def _is_needed(stage: Stage, name: str, setting: Setting) -> bool:
+    """Return whether the newest session has to make a measurement, which is of its card and commit if it is speed."""
+    if not stage.is_about_speed:
+        return done_where(stage.name, name, setting) is None
+    record = read_record(setting.record)
+    where, now = record.done(stage.name, name), record.sessions[-1]
+    return where is None or any(where.get(fact) != now.get(fact) for fact in ("device", "git_commit"))
 
 
 def begin_session(setting: Setting, circumstances: Mapping[str, Any]) -> int:
     """Add a session to the record, and return its number."""
     record = read_record(setting.record)
-    _write(setting, record.model_copy(update={"sessions": (*record.sessions, dict(circumstances))}))
+    write_record(setting.record, record.model_copy(update={"sessions": (*record.sessions, dict(circumstances))}))
     return len(record.sessions)
 
 
@@ -159,11 +207,43 @@ def add_measurement(setting: Setting, stage: str, name: str, measurement: Measur
     """File a measurement. It replaces an earlier one of the same name."""
     record = read_record(setting.record)
     of_stage = {**record.stages.get(stage, {}), name: measurement}
-    _write(setting, record.model_copy(update={"stages": {**record.stages, stage: of_stage}}))
+    write_record(setting.record, record.model_copy(update={"stages": {**record.stages, stage: of_stage}}))
 
 
-def _write(setting: Setting, record: Record) -> None:
-    write_atomically(setting.record, json.dumps(record.model_dump(mode="json"), indent=1) + "\n")
+def write_record(path: Path, record: Record) -> None:
+    """Write a record to a file, and make its directory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(record.model_dump(mode="json"), indent=1) + "\n")
+
+
+def call(setting: Setting, *arguments: str) -> None:
+    """Run a command of the project, `python ARGUMENTS`, and stop it at the end of the session.
+
+    Its output goes to commands.log in the directory of the record. Raises `RuntimeError`, with the last line that it
+    has printed, if it fails or is stopped.
+    """
+    environ = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if setting.device.type == "cpu" else {})
+    environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environ.get("PYTHONPATH")])])
+    setting.out.mkdir(parents=True, exist_ok=True)
+    with (setting.out / "commands.log").open("a+", encoding="utf-8") as log:
+        log.write(f"\n$ python {' '.join(arguments)}\n")
+        log.flush()
+        start = log.tell()
+        process = Popen([sys.executable, *arguments], cwd=ROOT, env=environ, stdout=log, stderr=STDOUT)
+        try:
+            process.wait(max(1.0, setting.seconds_left - _SECONDS_TO_STOP / 2))
+        except TimeoutExpired:
+            pass
+        finally:
+            process.terminate()
+            try:
+                process.wait(_SECONDS_TO_STOP)
+            finally:
+                process.kill()
+        if process.returncode != 0:
+            log.seek(start)
+            *_, last = ["", *filter(None, map(str.strip, log.read().splitlines()))]
+            raise RuntimeError(last or f"it ended with exit status {process.returncode}")
 
 
 def run_stage(stage: Stage, setting: Setting, *, session: int, is_isolated: bool) -> dict[str, list[str]]:
@@ -171,10 +251,9 @@ def run_stage(stage: Stage, setting: Setting, *, session: int, is_isolated: bool
 
     `is_isolated` runs them in another process.
     """
-    record = read_record(setting.record)
-    wanted = [name for name in stage.tasks(setting) if not setting.only or any(part in name for part in setting.only)]
-    missing = [name for name in wanted if not record.is_done(stage.name, name)]
-    attempt = _attempt_elsewhere if is_isolated else _attempt
+    wanted = list(stage.wanted(setting))
+    missing = [name for name in wanted if _is_needed(stage, name, setting)]
+    attempt = _attempt_elsewhere if is_isolated and not stage.runs_commands else _attempt
     open_names = missing
     while open_names:
         attempt(stage, setting, open_names, session)
@@ -186,7 +265,7 @@ def run_stage(stage: Stage, setting: Setting, *, session: int, is_isolated: bool
         "measured": [name for name, one in made.items() if one.is_done],
         "from an earlier session": [name for name in wanted if name not in missing],
         "NOT TRUE": [name for name, one in made.items() if one.holds is False],
-        "FAILED": [name for name, one in made.items() if one.failed],
+        "FAILED": [f"{name} ({one.failed})" for name, one in made.items() if one.failed],
         "left for another session": [name for name in missing if name not in made],
     }
 
@@ -200,14 +279,16 @@ def _attempt(stage: Stage, setting: Setting, names: Sequence[str], session: int)
     """Make the named measurements up to the first that fails. Each is filed as failed before it begins."""
     tasks = stage.tasks(setting)
     for name in names:
-        if setting.seconds_left < tasks[name].needs_seconds:
+        task = tasks[name]
+        if setting.seconds_left < task.needs_seconds or not task.is_ready():
             continue
         add_measurement(setting, stage.name, name, Measurement(session=session, seconds=0, failed=_BEGUN))
         outcome, failed, start = Outcome({}), None, time.monotonic()
-        faulthandler.dump_traceback_later(tasks[name].limit_seconds, exit=True)
+        if not stage.runs_commands:  # one that takes far longer than expected hangs
+            faulthandler.dump_traceback_later(60 + 5 * task.needs_seconds, exit=True)
         try:
             setting.free_memory()
-            outcome = tasks[name].run()
+            outcome = task.run()
         except Exception as error:
             traceback.print_exc()
             failed = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_REASON]

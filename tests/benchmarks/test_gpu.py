@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pickle
 import subprocess
 import sys
@@ -13,50 +14,137 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from benchmarks.gpu_stages import checks, throughput
-from benchmarks.gpu_stages.kernel_trace import Kernel, Trace, busy_microseconds, summary
-from benchmarks.gpu_stages.peers import Form, Peer
-from benchmarks.gpu_stages.session import Setting, read_record
+from benchmarks.gpu_stages import gpu_tests, runs, session
+from benchmarks.gpu_stages.kernel_trace import Kernel, busy_microseconds, summary
+from benchmarks.gpu_stages.session import ROOT, Setting, read_record, run_stage
 from data_pipeline.core.errors import UserError
-from tests.nursery import run_python
-from tests.tiny_data import write_tiny_dataset, write_tiny_pair
+from tests.nursery import PythonProcess, run_python
+from trainer.run_dir import RunDir
 
-# One measurement of each kind: of two recipes, three peers and three ways to compile, one goes through the same code.
-ONE_OF_EACH_KIND = (
-    *("matrix rate", "pictures", "captured against eager, simclr", "views of the GPU", "float64, simclr"),
-    *("float32, simclr", "a run, again", "the original's two passes, float32", "lightly's SimCLR"),
-    *("SimCLR, compiled and recorded", "simclr:digits, eager"),
-    "64 x 8",
-)
+# Of each stage, what goes through its own code or reads data of its own; the others differ in settings alone.
+ONE_OF_EACH_KIND = {
+    "kernels": ("matrix rates", "test_batch_norm"),
+    "throughput-256": ("simclr-cifar10_digits-256-step-seed0",),
+    "digits": ("viewmaker-cifar10_digits-seed2",),
+    "ours": ("split-t0.2-200epochs-seed0",),
+    "table2": ("audio-viewmaker-seed1337", "audio-spectral-noise-seed1337", "audio-waveform-spoken-seed1337"),
+    "shapes": ("simclr-cifar10_shapes-seed0",),
+    "digits-masked": ("viewmaker-cifar10_digits-masked-seed2",),
+    "cifar10": ("simclr-cifar10-seed0",),
+    "letters": ("viewmaker-cifar10_letters-masked-seed2",),
+    "pairs": ("simclr-huang-cifar10-ac-200epochs-seed0",),
+    "firing": ("simclr-huang-cifar10-crop-colour-supervised-seed0",),
+    "seeds": ("simclr-cifar10-seed1",),
+    "tests": ("checkpoint/test_checkpoint",),
+    "trace": ("simclr:digits, plain",),
+    "throughput-1024": ("viewmaker-cifar10_digits-1024-both-seed2",),
+    "throughput-4096": ("simclr-cifar10_digits-4096-both-seed0",),
+    "peers": ("lightly's SimCLR", "the viewmaker in the original's order"),
+}
 
 
-def setting_at(directory: Path) -> Setting:
-    return Setting(torch.device("cpu"), directory / "out", directory / "data", is_tiny=True, ends_at=time.time() + 600)
+def setting_at(directory: Path, seconds: float = 1200.0) -> Setting:
+    cpu = torch.device("cpu")
+    return Setting(cpu, directory / "out", directory / "data", is_tiny=True, ends_at=time.time() + seconds)
+
+
+@pytest.fixture
+def _commands_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "Popen", PythonProcess)
 
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_dry_run_goes_through_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("_commands_are_forked")
+def test_a_dry_run_goes_through_every_stage(tmp_path: Path) -> None:
     pytest.importorskip("lightly")
-    setting = dataclasses.replace(setting_at(tmp_path), only=ONE_OF_EACH_KIND)
-    write_tiny_dataset(setting.data / "procedural_digits_stored" / "train", num_samples=32)
-    write_tiny_pair(setting.data / "procedural_digits_online", num_train=32, num_test=16, overlay="online")
-    monkeypatch.setattr(throughput, "trace_steps", lambda *_, **__: Trace([], []))  # the stage trace takes one
-    monkeypatch.setattr(throughput, "_planned_bytes", lambda *_: 1)  # plans have tests of their own
-    torch.compiler.set_stance("force_eager")  # to compile takes minutes
-    try:
-        gpu.run_session(gpu.STAGES, setting, commit="abc", is_isolated=False)
-    finally:
-        torch.compiler.set_stance("default")
+    setting = dataclasses.replace(setting_at(tmp_path), only=sum(ONE_OF_EACH_KIND.values(), ()))
+    gpu.run_session(gpu.STAGES, setting, commit="abc", is_isolated=False)
     record = read_record(setting.record)
-    by_stage = {stage.name: list(record.stages.get(stage.name, {})) for stage in gpu.STAGES}
-    assert all(by_stage[stage.name] for stage in gpu.STAGES[:6]), by_stage
-    measured = {name: one for of_stage in record.stages.values() for name, one in of_stage.items()}
-    assert {name: one.failed for name, one in measured.items() if not one.is_done} == {}
-    assert all(any(part in name for name in measured) for part in ONE_OF_EACH_KIND)
-    assert record.sessions[0]["device"] == "cpu"
-    assert record.sessions[0]["git_commit"]
-    assert len(measured["simclr:digits, eager"].values["slowest"]) == 20
+    assert {name: one.failed for of in record.stages.values() for name, one in of.items() if not one.is_done} == {}
+    assert list(record.stages) == [stage.name for stage in gpu.STAGES] == list(ONE_OF_EACH_KIND)
+    for name, parts in ONE_OF_EACH_KIND.items():
+        assert all(any(part in found for found in record.stages[name]) for part in parts), name
+    assert (record.sessions[0]["device"], record.sessions[0]["git_commit"]) == ("cpu", "abc")
+    speed = record.stages["throughput-256"]["simclr-cifar10_digits-256-step-seed0: train"].values
+    assert speed["speed"]["perf/samples_per_second"] > 0 < speed["planned_bytes"]
+    assert len(record.stages["ours"]["split-t0.2-200epochs-seed0: train"].values["online_probe"]["probe/base/knn"]) > 1
+    probe = record.stages["digits"]["viewmaker-cifar10_digits-seed2: probe with batch norm in train mode"].values
+    assert {label: 0 <= result["linear"]["accuracy"] <= 1 for label, result in probe.items()} == {
+        "base-batch_norm_train": True,
+        "overlay-batch_norm_train": True,
+    }
+    assert len(record.stages["trace"]["simclr:digits, plain"].values["slowest"]) == 20
+
+
+class StoppedAtACheckpoint(PythonProcess[bytes]):
+    """A command whose time is over as soon as a file is there; later ones have all time."""
+
+    file: Path | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if (file := StoppedAtACheckpoint.file) is None or "launch/train.py" not in str(self.args):
+            return super().wait(timeout)
+        while not file.exists() and self.poll() is None:
+            time.sleep(0.01)
+        StoppedAtACheckpoint.file = None
+        raise subprocess.TimeoutExpired(self.args, 0)
+
+
+@pytest.mark.process
+def test_a_training_goes_on_in_the_next_session_and_only_then_is_read_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another machine, which does not have the run, it is trained again to be read out."""
+    steps = ("num_epochs=20", "checkpoint_every_steps=4", "probe.online_every_steps=null")
+    monkeypatch.setattr(runs, "_TINY", (*runs._TINY, *steps))
+    monkeypatch.setattr(session, "Popen", StoppedAtACheckpoint)
+    (stage,) = (stage for stage in gpu.STAGES if stage.name == "cifar10")
+    run, found = "simclr-cifar10-seed0", []
+    setting = dataclasses.replace(setting_at(tmp_path), only=(run,))
+    run_dir = RunDir(setting.out / "runs" / run)
+    monkeypatch.setattr(StoppedAtACheckpoint, "file", run_dir.latest)
+    for _ in range(2):
+        found.append(run_stage(stage, setting, session=session.begin_session(setting, {}), is_isolated=True))
+    assert found[0]["left for another session"] == [f"{run}: probe"]
+    (stopped,) = found[0]["FAILED"]
+    assert "stopped after step" in stopped
+    assert found[1]["measured"] == [f"{run}: train", f"{run}: probe"]
+    first, second = run_dir.read_provenance()["starts"]
+    assert (first["start_step"], second["start_step"] > 0) == (0, True)
+    record = read_record(setting.record)
+    elsewhere = dataclasses.replace(setting, out=tmp_path / "elsewhere")
+    of_stage = {f"{run}: train": record.stages["cifar10"][f"{run}: train"]}
+    session.write_record(elsewhere.record, record.model_copy(update={"stages": {"cifar10": of_stage}}))
+    again = run_stage(stage, elsewhere, session=session.begin_session(elsewhere, {}), is_isolated=True)
+    assert (again["measured"], again["from an earlier session"]) == ([f"{run}: probe"], [f"{run}: train"])
+
+
+def test_every_run_has_settings_that_its_config_takes_and_a_name_of_its_own(tmp_path: Path) -> None:
+    setting = dataclasses.replace(setting_at(tmp_path), is_tiny=False)
+    rows = [row for of_stage in (*runs.SPEEDS.values(), *runs.PAPERS.values()) for row in of_stage]
+    made = [
+        runs.Run(setting, "", row, one) for row in rows for is_other in (False, True) for one in row.configs(is_other)
+    ]
+    assert all(row.configs(False) for row in rows)
+    assert len({run.name for run in made}) == len(made)
+    for run in made:
+        config = run.config()
+        assert (config.precision, Path(config.data.probed_dir)) == ("bfloat16", setting.data / run.dataset / "train")
+
+
+def test_the_list_says_what_is_expected_and_what_is_filed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "FILED", tmp_path)
+    setting = Setting(torch.device("cpu"), tmp_path / "out", tmp_path / "data")
+    stages = gpu.chosen("digits-masked,pairs")
+    name = "viewmaker-cifar10_digits-masked-seed2: train"
+    where = {"device": "NVIDIA H9", "git_commit": "0123456789abcdef"}
+    filed = {"stages": {"digits-masked": {name: {"session": 0, "seconds": 600}}}, "sessions": [where]}
+    (tmp_path / "gpu_h9.json").write_text(json.dumps(filed))
+    assert gpu.listing(stages, setting).splitlines() == [
+        "digits-masked      13.0 min   1 of 2 filed (NVIDIA H9 at 01234567)",
+        "pairs              32.0 min   0 of 4 filed",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -71,20 +159,11 @@ def test_a_dry_run_goes_through_every_stage(tmp_path: Path, monkeypatch: pytest.
 def test_tests_hold_if_one_ran_and_none_failed(
     status: int, summary: str, holds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = subprocess.CompletedProcess((), status, f"..\nFAILED a::b - no\n{summary}\n", "")
+    done = subprocess.CompletedProcess((), status, f"..\nnorm: 2.1 TB/s\nFAILED a::b - no\n{summary}\n", "")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
-    outcome = checks.run_tests(setting_at(Path()), "tests/test_house.py")
+    outcome = gpu_tests.run_tests(setting_at(Path()), "tests/test_house.py")
     assert outcome.holds is holds
-    assert outcome.values == {"summary": summary, "failures": ["FAILED a::b - no"]}
-
-
-def test_every_test_that_needs_a_gpu_is_run_by_the_checks() -> None:
-    """By its file; the names of such tests say `gpu`."""
-    tests = checks.ROOT / "tests"
-    needing = {path for path in tests.rglob("test_*.py") if 'reason="needs a GPU"' in path.read_text()} - {
-        Path(__file__)
-    }
-    assert {str(path.relative_to(checks.ROOT)) for path in needing} <= set(checks._TEST_FILES)
+    assert outcome.values == {"summary": summary, "failures": ["FAILED a::b - no"], "printed": ["norm: 2.1 TB/s"]}
 
 
 @pytest.mark.process
@@ -95,11 +174,11 @@ import importlib, sys
 others = ["lightly", "open_clip", "deepspeed", "librosa", "moto", "s3fs", "onnx", "optuna", "tensorboard"]
 sys.modules |= dict.fromkeys(others)  # as if they were not there
 from benchmarks import gpu
-from benchmarks.gpu_stages import checks
-for file in checks._TEST_FILES:
+from benchmarks.gpu_stages.gpu_tests import files_with_gpu_tests
+for file in files_with_gpu_tests():
     importlib.import_module(file.removesuffix(".py").replace("/", "."))
 """
-    done = run_python([sys.executable, "-c", program], cwd=checks.ROOT)
+    done = run_python([sys.executable, "-c", program], cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -109,9 +188,9 @@ def test_stages_can_be_sent_to_a_spawned_process() -> None:
 
 
 def test_stages_are_chosen_by_name_and_run_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [stage.name for stage in gpu.chosen("trace,checks")] == ["checks", "trace"]
-    with pytest.raises(UserError, match='did you mean "checks"'):
-        gpu.chosen("chekcs")
+    assert [stage.name for stage in gpu.chosen("trace,tests")] == ["tests", "trace"]
+    with pytest.raises(UserError, match='did you mean "tests"'):
+        gpu.chosen("tetss")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="sees no GPU"):
         gpu.choose_gpu()
@@ -119,19 +198,12 @@ def test_stages_are_chosen_by_name_and_run_in_their_order(monkeypatch: pytest.Mo
 
 def test_a_trace_tells_the_slowest_kernels_and_the_idle_share() -> None:
     kernels = [Kernel("gemm", 0, 6), Kernel("add", 6, 7), Kernel("gemm", 9, 10)]
-    found = summary(Trace(kernels, ["cudaLaunchKernel"] * 3), num_steps=1)
+    found = summary(kernels, num_launches=3, num_steps=1)
     assert found["idle_share"] == 0.2
     assert busy_microseconds(kernels) == 8
     assert found["slowest"][0] == {"kernel": "gemm", "share": 0.875, "calls_a_step": 2, "microseconds_a_step": 7}
 
 
-def test_a_gpu_that_may_not_be_profiled_costs_the_trace_but_no_throughput(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unseen = Trace([], [])
+def test_a_trace_without_kernels_says_what_to_check() -> None:
     with pytest.raises(RuntimeError, match="may profile the GPU"):
-        summary(unseen, num_steps=1)
-    monkeypatch.setattr(throughput, "trace_steps", lambda *_, **__: unseen)
-    values = throughput._measure(setting_at(tmp_path), Form(tmp_path, 2, "float32", False, 0), Peer(lambda: None, None))
-    assert values["samples_per_second"] > 0
-    assert values["kernels_a_step"] is values["launches_a_step"] is None
+        summary([], num_launches=0, num_steps=1)

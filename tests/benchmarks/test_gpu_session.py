@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu_stages import session
 from benchmarks.gpu_stages.session import (
     Measurement,
     Outcome,
+    Record,
     Setting,
     Stage,
     Task,
@@ -64,10 +66,10 @@ def test_what_crashes_or_hangs_costs_no_other_measurement(tmp_path: Path, monkey
     forked = multiprocessing.get_context("fork")
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: forked)
     setting = setting_at(tmp_path)
-    session = begin_session(setting, {})
-    found = run_stage(Stage("fragile", fragile_tasks), setting, session=session, is_isolated=True)
+    number = begin_session(setting, {})
+    found = run_stage(Stage("fragile", fragile_tasks), setting, session=number, is_isolated=True)
     assert found["measured"] == ["works"]
-    assert found["FAILED"] == ["hangs", "crashes"]
+    assert [said.partition(" (")[0] for said in found["FAILED"]] == ["hangs", "crashes"]
     assert found["left for another session"] == ["is long"]
     assert read_record(setting.record).stages["fragile"]["works"].values == {"answer": 42}
 
@@ -76,9 +78,9 @@ def test_the_reason_of_a_failure_is_filed_and_the_next_measurement_is_made(tmp_p
     setting = setting_at(tmp_path)
     stage = Stage("failing", lambda _: {"fails": Task(fail, 0), "works": Task(succeed, 0)})
     found = run_stage(stage, setting, session=begin_session(setting, {}), is_isolated=False)
-    assert (found["FAILED"], found["measured"]) == (["fails"], ["works"])
-    filed = read_record(setting.record).stages["failing"]
-    assert filed["fails"].failed == "RuntimeError: CUDA error: an illegal memory access"
+    reason = "RuntimeError: CUDA error: an illegal memory access"
+    assert (found["FAILED"], found["measured"]) == ([f"fails ({reason})"], ["works"])
+    assert read_record(setting.record).stages["failing"]["fails"].failed == reason
 
 
 def test_a_session_repeats_nothing_but_what_failed_and_can_be_about_some_measurements_only(tmp_path: Path) -> None:
@@ -94,8 +96,34 @@ def test_a_session_repeats_nothing_but_what_failed_and_can_be_about_some_measure
     }
 
 
-def test_what_was_measured_on_another_gpu_is_measured_again(tmp_path: Path) -> None:
-    setting = setting_at(tmp_path)
-    for device, measured in (("NVIDIA H200", ["a", "b", "c"]), ("NVIDIA H200", []), ("NVIDIA H100", ["a", "b", "c"])):
-        session = begin_session(setting, {"device": device})
-        assert run_stage(SOUND, setting, session=session, is_isolated=False)["measured"] == measured
+@pytest.mark.parametrize("is_about_speed", [True, False])
+def test_speed_is_that_of_a_card_and_a_commit_and_accuracies_are_those_of_all(
+    tmp_path: Path, is_about_speed: bool
+) -> None:
+    setting, stage = setting_at(tmp_path), dataclasses.replace(SOUND, is_about_speed=is_about_speed)
+    again = ["a", "b", "c"] if is_about_speed else []
+    for device, commit, measured in (
+        ("NVIDIA H200", "1", ["a", "b", "c"]),
+        ("NVIDIA H200", "1", []),
+        ("NVIDIA H200", "2", again),
+        ("NVIDIA H100", "2", again),
+    ):
+        number = begin_session(setting, {"device": device, "git_commit": commit})
+        assert run_stage(stage, setting, session=number, is_isolated=False)["measured"] == measured
+
+
+def test_a_session_begins_with_the_filed_record_of_its_card_and_knows_those_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "FILED", tmp_path / "filed")
+    setting = dataclasses.replace(setting_at(tmp_path / "filed"), is_tiny=False)
+    for card, name in (("cpu", "a"), ("h9", "b")):
+        filed = Record(sessions=({"device": card},), stages={"sound": {name: Measurement(session=0, seconds=1)}})
+        session.write_record(setting.out / f"gpu_{card}.json", filed)
+    setting, stage = (
+        dataclasses.replace(setting, out=tmp_path / "new"),
+        dataclasses.replace(SOUND, is_about_speed=False),
+    )
+    found = run_stage(stage, setting, session=begin_session(setting, {"device": "cpu"}), is_isolated=False)
+    assert (found["from an earlier session"], found["measured"]) == (["a", "b"], ["c"])
+    assert {one.session for one in read_record(setting.record).stages["sound"].values()} == {0, 1}

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from data_pipeline.audio.log_mel import MelConfig
 from data_pipeline.core.batch import Batch
@@ -55,6 +56,7 @@ class TrainingPlan:
         engine_bytes: a second copy of the gradients, in which the engine of several ranks sends them.
         batch_bytes: the batch from the stream, and the samples that the device keeps.
         step_bytes: the most bytes alive at once in a step, including gradients, activations and loss.
+        step_flops: the floating-point operations of products and convolutions in a step, forward and backward.
         fit: the fewest micro batches with which a step fits the requested device, and the peak then; None if none fit.
     """
 
@@ -67,6 +69,7 @@ class TrainingPlan:
     engine_bytes: int
     batch_bytes: int
     step_bytes: int
+    step_flops: int
     fit: tuple[int, int] | None = None
 
     @property
@@ -173,6 +176,7 @@ def describe(planned: TrainingPlan, config: RunConfig, *, device_gigabytes: floa
         ("batch and data", _in_words(planned.batch_bytes)),
         ("step, at most", _in_words(planned.step_bytes)),
         ("peak of a rank", _in_words(planned.peak_bytes)),
+        ("arithmetic of a step", f"{planned.step_flops / 1e12:.4g} TFLOP"),
     ]
     if device_gigabytes is not None:
         fit = "does not fit with any number of micro batches; use more ranks or a smaller batch"
@@ -203,7 +207,7 @@ def _measure(
         objective = build_run_objective(
             config, modules.encoder, num_samples=num_samples, num_classes=num_classes, device=cpu
         )
-    mode, live = FakeTensorMode(), LiveBytes()
+    mode, live, arithmetic = FakeTensorMode(), LiveBytes(), _Arithmetic()
     for module in (modules.encoder, modules.view_policy, objective):
         _make_fake(module, mode)
     with mode, _Answers():
@@ -220,7 +224,7 @@ def _measure(
             for name, engine in engines.items()
         )
         batch = _batch(config, size, shape, labels={BASE, OVERLAY, *num_classes})
-        with fake_ranks(world_size), live:
+        with fake_ranks(world_size), live, arithmetic:
             training.step(batch, learning_rates=defaultdict(float))
     parts = (modules.encoder, modules.view_policy, objective)
     states = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
@@ -237,6 +241,7 @@ def _measure(
             value for value in (*vars(batch).values(), *batch.labels.values()) if isinstance(value, Tensor)
         ),
         step_bytes=live.peak_bytes,
+        step_flops=arithmetic.flops,
     )
 
 
@@ -321,6 +326,22 @@ def _batch(config: RunConfig, size: int, shape: tuple[int, ...], *, labels: set[
         masks_b_BHW=masks() if per_view else masks_BHW,
         labels={name: torch.empty(size, dtype=torch.int64) for name in labels},
     )
+
+
+class _Arithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts in `flops` as torch's FlopCounterMode, which also changes what is alive."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if (count := flop_registry.get(func.overloadpacket)) is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=result)
+        return result
 
 
 class _Answers(TorchDispatchMode):

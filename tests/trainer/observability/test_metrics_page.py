@@ -16,7 +16,7 @@ from trainer.objectives.objective import OBJECTIVES
 from trainer.run_dir import RunDir
 from trainer.train import train
 
-ELSEWHERE = {"perf/replay_fraction", "memory/gpu_gigabytes"}  # on a GPU
+ELSEWHERE = {"perf/replay_fraction", "perf/mfu", "memory/gpu_gigabytes"}  # on a GPU
 ELSEWHERE |= {"perf/slowest_rank", "perf/slowest_rank_ratio"}  # on several ranks
 PLACES = {"probe": "probe/LABEL/", "mixture": "mixture/NAME/"}
 SETTINGS = {
