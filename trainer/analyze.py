@@ -91,7 +91,7 @@ def main() -> None:
     say_what_is_left_out(arguments.run_dirs)
     runs = [open_run(path) for path in runs_of(arguments.run_dirs)]  # check all before the first is analysed
     import_code(arguments.code)
-    groups = analysis.groups(runs)
+    groups = [runs] if analysis.compares_runs else [[run_dir] for run_dir in runs]
     num_failed = 0
     for taken in groups:
         try:

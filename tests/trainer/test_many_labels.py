@@ -17,7 +17,7 @@ from tests.commands import call
 from tests.trainer.test_tars import settings
 from trainer import probe, report
 from trainer.preflight import check_data
-from trainer.probes.result import ProbeResult, labels_in, read_result
+from trainer.probes.result import ProbeResult, read_result, results_in
 from trainer.run_dir import RunDir
 from trainer.train import train
 
@@ -57,7 +57,10 @@ def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 def results(run_dir: RunDir) -> dict[str, ProbeResult]:
     directory = run_dir.probes(max(run_dir.probe_steps()))
-    return {label: read_result(directory / f"{label}.json") for label in labels_in(directory)}
+    found: dict[str, ProbeResult] = {}
+    for result in results_in(directory):
+        found.setdefault(result.label, result)
+    return found
 
 
 @pytest.mark.slow

@@ -147,10 +147,6 @@ class Analysis:
     compares_runs: bool = False
     in_name: str | None = None
 
-    def groups(self, run_dirs: Sequence[RunDir]) -> list[Sequence[RunDir]]:
-        """Return what `analyze` takes, one call after the other: each run, or all of them together."""
-        return [run_dirs] if self.compares_runs else [[run_dir] for run_dir in run_dirs]
-
     def analyze(self, runs: Sequence[LoadedRun], *, config: Schema) -> list[Path]:
         """Write RUN_DIR/analysis/NAME.png and NAME.json of each run, and return their paths.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,25 +79,19 @@ def reader(encoder: Encoder, reads: str) -> FeatureEncoder:
     "features" is the encoder itself: the linear probe reads its `features`, and kNN its `pooled`. "embedding" gives
     both the output of the head, on which the loss works. "pixels" gives both the normalised pictures, flattened.
     """
-    match reads:
-        case "embedding":
-            return _Reader(encoder, Encoder.__call__)
-        case "pixels":
-            return _Reader(encoder, lambda encoder, views_BCHW: encoder.normalise(views_BCHW).flatten(1))
-        case _:
-            return encoder
+    return encoder if reads == "features" else _Reader(encoder, reads)
 
 
 class _Reader(nn.Module):
     """A module of the encoder's weights that gives one reading as both kinds of features."""
 
-    def __init__(self, encoder: Encoder, read: Callable[[Encoder, Tensor], Tensor]) -> None:
+    def __init__(self, encoder: Encoder, reads: str) -> None:
         super().__init__()
-        self.encoder = encoder
-        self._read = read  # takes the encoder as an argument, so that a deep copy of this module reads its own copy
+        self.encoder, self._reads = encoder, reads
 
     def features_and_pooled(self, views_BCHW: Tensor) -> tuple[Tensor, Tensor]:
-        reading = self._read(self.encoder, views_BCHW)
+        is_embedding = self._reads == "embedding"
+        reading = self.encoder(views_BCHW) if is_embedding else self.encoder.normalise(views_BCHW).flatten(1)
         return reading, reading
 
 

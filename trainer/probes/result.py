@@ -8,7 +8,6 @@ leave that out, and so tell smaller differences from chance.
 from __future__ import annotations
 
 import base64
-import re
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +96,16 @@ class ProbeResult(Schema):
         return None not in (self.run, run) and self.run != run
 
 
-def labels_in(directory: Path) -> list[LabelSpace]:
-    """Return the labels that have a result in a directory of one checkpoint, in the order of `label_order`."""
-    found = (re.fullmatch(r"(\w+)(-.*)?\.json", path.name) for path in directory.glob("*.json"))
-    return label_order(match[1] for match in found if match is not None and is_label_name(match[1]))
+def results_in(directory: Path) -> list[ProbeResult]:
+    """Return the results in a directory of one checkpoint by `label_order`; of a label, the shortest name first.
+
+    That is the result with the run's own probe. Raises `UserError` if a file is damaged.
+    """
+    paths: dict[LabelSpace, list[Path]] = {}
+    for path in sorted(directory.glob("*.json"), key=lambda path: (len(path.name), path)):
+        if is_label_name(label := path.stem.partition("-")[0]):
+            paths.setdefault(label, []).append(path)
+    return [read_result(path) for label in label_order(paths) for path in paths[label]]
 
 
 def read_result(path: Path) -> ProbeResult:

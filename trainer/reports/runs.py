@@ -15,7 +15,7 @@ from trainer.config import RunConfig, read_run_config
 from trainer.config_changes import edited_config
 from trainer.probes.features import LabelSpace
 from trainer.probes.linear import ProbeConfig
-from trainer.probes.result import ProbeResult, labels_in, read_result
+from trainer.probes.result import ProbeResult, results_in
 from trainer.provenance import RECORDED_LABELS, train_sets
 from trainer.reports.config_identity import run_identity
 from trainer.run_dir import RunDir, open_run, read_object
@@ -96,7 +96,7 @@ def read_scored(paths: Sequence[Path]) -> Scored:
     A path is that of such a directory, or of a run, which has one for each other data and step.
     """
     places = [place for path in paths for place in [path, *sorted(path.glob("probes/data_*/step_*"))]]
-    found = {place: _results_at(place) for place in places if not RunDir(place).config.is_file()}
+    found = {place: results_in(place) for place in places if not RunDir(place).config.is_file()}
     return {place: results for place, results in found.items() if results and results[0].scored is not None}
 
 
@@ -161,7 +161,7 @@ def _read_results(
     found: dict[tuple[LabelSpace, int, ProbeConfig], ProbeResult] = {}
     others: dict[str, None] = {}
     # Of each label the result with the run's own protocol comes first.
-    for result in (one for step in run_dir.probe_steps() for one in _results_at(run_dir.probes(step))):
+    for result in (one for step in run_dir.probe_steps() for one in results_in(run_dir.probes(step))):
         if result.is_of_other_run(identity):
             others[
                 f"Left out: {run_dir.all_probes} holds results of another run ({result.run}); probe this run again."
@@ -179,14 +179,6 @@ def _read_results(
         for step in of_other_data
     ]
     return tuple(result for result in results if result.data == last.data), [*others, *said]
-
-
-def _results_at(directory: Path) -> tuple[ProbeResult, ...]:
-    found = []
-    for label in labels_in(directory):
-        paths = [*directory.glob(f"{label}.json"), *directory.glob(f"{label}-*.json")]
-        found += [read_result(path) for path in sorted(paths, key=lambda path: (len(path.name), path))]
-    return tuple(found)
 
 
 def _read_pictures(run_dir: RunDir, *, test_set: str | None) -> tuple[tuple[Picture, ...], list[str]]:
