@@ -92,6 +92,8 @@ def slurm_executor(plan: SubmissionPlan, *, code: Path) -> Any:
         "setup": [
             *wanted.setup,
             f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{resources.threads_per_task}}}",
+            # Kernels that a rank compiles lie on its node: many ranks would write to a home on NFS at once.
+            "export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/tmp/triton_${SLURM_JOB_USER}_$SLURM_JOB_ID}",
             *shell_lines(code),
             f"run_dirs=({shlex.join(str(planned.run_dir.path) for planned in plan.runs)})",
             f"ranks=({shlex.join([*ranks, '--kill-on-bad-exit=1'])})",

@@ -12,7 +12,7 @@ from configs import resolve_recipe
 
 aten = torch.ops.aten
 BUDGETS = {
-    ("simclr:digits", "float32"): 520,
+    ("simclr:digits", "bfloat16"): 565,
     ("viewmaker:digits", "bfloat16"): 670,
 }
 
@@ -32,8 +32,9 @@ def test_a_step_launches_few_kernels(recipe: str, precision: str) -> None:
 
 @pytest.mark.slow
 def test_the_number_of_kernels_does_not_depend_on_the_batch() -> None:
-    config = resolve_recipe("simclr:digits", ["tracking.wandb=disabled", "precision=float32"])
-    assert count_kernels(config, batch_size=8).launches == counted("simclr:digits", "float32").launches
+    """Only batch norm takes more of them where a batch fits a GPU's cache view by view, but not as a whole."""
+    config = resolve_recipe("simclr:digits", ["tracking.wandb=disabled", "precision=bfloat16"])
+    assert count_kernels(config, batch_size=8).launches == count_kernels(config, batch_size=64).launches
 
 
 @pytest.mark.slow

@@ -11,7 +11,16 @@ all ranks, so the result is equal on any number of ranks that divides the number
 The two views of a batch can pass a network together, each with its own statistics (`grouped_statistics`). The results
 are the same as one after the other, with half as many collectives and far fewer kernels.
 
-Shapes: B rows of this rank, C channels, H by W pixels, R ranks, S groups of this rank.
+Synchronised batch norm takes one of three ways to the same result:
+
+- in one process on a CPU: torch's layers, group after group;
+- on a GPU, on maps in channels_last or rows, not in float64: the kernels of `batch_norm_kernels`, also over ranks. The
+  sum with a residual and the ReLU after it are part of them;
+- otherwise, so over ranks of CPUs, in other layouts, and if Triton does not work here: torch's own kernels for parts of
+  a batch norm.
+
+Shapes: B rows of this rank, C channels, H by W pixels, R ranks, S groups of this rank, N = 2 S C + 1 statistics: mean
+and variance of each group, and the number of values.
 """
 
 from __future__ import annotations
@@ -19,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,6 +39,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from data_pipeline.core.errors import UserError
 from trainer.distributed.collectives import all_gather_rows, all_reduce_sum, is_distributed, world_size
+from trainer.triton_works import triton_works
 
 _num_groups = [1]  # of each open `grouped_statistics`; shared by threads, because a backward pass has its own thread
 
@@ -66,51 +77,38 @@ def reenter_groups() -> Callable[[], AbstractContextManager[None]]:
     return partial(grouped_statistics, _num_groups[-1])
 
 
-def synchronized_batch_norm(
-    x_BCHW: Tensor, weight_C: Tensor, bias_C: Tensor, *, eps: float, num_groups: int = 1
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise each channel with the mean and variance over the batches of all ranks (Ioffe and Szegedy 2015).
-
-    Each of `num_groups` equal runs of rows is a separate batch, together with the same run on the other ranks.
-
-    Returns the output, like `x_BCHW`, and the mean and the unbiased variance of each channel, (S, C), without gradient.
-    The gradients of weight and bias are this rank's part, like the gradient of every other parameter.
-    """
-    if torch.compiler.is_compiling():
-        out_BCHW, mean_SC, unbiased_SC, _, _ = _forward_operator(x_BCHW, weight_C, bias_C, eps, num_groups)
-        return out_BCHW, mean_SC.detach(), unbiased_SC.detach()
-    out_BCHW, mean_SC, unbiased_SC = _SynchronizedBatchNorm.apply(  # type: ignore[no-untyped-call]
-        x_BCHW, weight_C, bias_C, eps, num_groups
-    )
-    return out_BCHW, mean_SC, unbiased_SC
-
-
 class SynchronizedBatchNorm2d(nn.BatchNorm2d):
-    """`nn.BatchNorm2d` over the batch of all ranks in training mode, with the same parameters, buffers and names."""
+    """`nn.BatchNorm2d` over the batch of all ranks in training mode, with the same parameters, buffers and names.
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the base class's name
+    Each run of rows in `grouped_statistics` is a separate batch, together with the same run on the other ranks. The
+    gradients of weight and bias are this rank's part, like the gradient of every other parameter.
+    """
+
+    def forward(self, input: Tensor, residual: Tensor | None = None, relu: bool = False) -> Tensor:  # noqa: A002  the base class's name
+        """Return the normalised input; with `relu`, its ReLU after the sum with `residual`, if there is one.
+
+        On a GPU, norm, sum and ReLU are one operation. Raises `ValueError` if there is a residual but no `relu`.
+        """
+        if residual is not None and not relu:
+            raise ValueError("a residual is added in front of a ReLU; set relu")
         if not self.training:
-            return super().forward(input)
+            return _activated(super().forward(input), residual, relu)
         assert self.momentum is not None
         assert self.running_mean is not None
         assert self.running_var is not None
         self._check_input_dim(input)
         num_groups = _num_groups[-1]
         self._count(num_groups)
-        if not is_distributed():
-            arguments = (self.running_mean, self.running_var, self.weight, self.bias, True, self.momentum, self.eps)
-            if num_groups == 1:
-                return F.batch_norm(input, *arguments)
-            if torch.compiler.is_compiling():  # it fuses the parts with their neighbours
-                return torch.cat([F.batch_norm(x, *arguments) for x in input.chunk(num_groups)])
-            grouped: Tensor = _GroupedBatchNorm.apply(input, self.weight, self.bias, self, num_groups)  # type: ignore[no-untyped-call]
-            return grouped
-        out_BCHW, mean_SC, unbiased_SC = synchronized_batch_norm(
-            input, self.weight, self.bias, eps=self.eps, num_groups=num_groups
-        )
-        for mean_C, unbiased_C in zip(mean_SC.unbind(), unbiased_SC.unbind(), strict=True):
-            self.running_mean.lerp_(mean_C, self.momentum)
-            self.running_var.lerp_(unbiased_C, self.momentum)
+        if not (is_distributed() or _has_kernels(input, residual, num_groups)):
+            settings = (self.running_mean, self.running_var, self.weight, self.bias, True, self.momentum, self.eps)
+            groups = [F.batch_norm(x_BCHW, *settings) for x_BCHW in input.chunk(num_groups)]
+            return _activated(groups[0] if num_groups == 1 else torch.cat(groups), residual, relu)
+        arguments = (input, residual, self.weight, self.bias, self.eps, num_groups, relu)
+        if not torch.compiler.is_compiling():
+            out_BCHW: Tensor = _SynchronizedBatchNorm.apply(*arguments, self)[0]  # type: ignore[no-untyped-call]
+            return out_BCHW
+        out_BCHW, stats_N = _forward_operator(*arguments)
+        _update_running(self, stats_N.detach(), num_groups)
         return out_BCHW
 
     def _count(self, num_batches: int) -> None:
@@ -119,6 +117,23 @@ class SynchronizedBatchNorm2d(nn.BatchNorm2d):
             _counts[-1].append((self.num_batches_tracked, num_batches))
         else:
             self.num_batches_tracked.add_(num_batches)
+
+
+def normalise_and_activate(norm: nn.Module, x_BCHW: Tensor, residual_BCHW: Tensor | None = None) -> Tensor:
+    """Return the ReLU of the normalised input, after its sum with `residual_BCHW`, if there is one.
+
+    In training it is one operation on a GPU if `norm` is synchronised.
+    """
+    if isinstance(norm, SynchronizedBatchNorm2d) and norm.training:
+        activated_BCHW: Tensor = norm(x_BCHW, residual_BCHW, relu=True)
+        return activated_BCHW
+    return _activated(norm(x_BCHW), residual_BCHW, True)
+
+
+def _activated(out_BCHW: Tensor, residual_BCHW: Tensor | None, relu: bool) -> Tensor:
+    if residual_BCHW is not None:
+        out_BCHW += residual_BCHW
+    return F.relu(out_BCHW, inplace=True) if relu else out_BCHW
 
 
 class SynchronizedBatchNorm1d(SynchronizedBatchNorm2d):
@@ -234,13 +249,51 @@ def _replace_statistics(norms: Sequence[_BatchNorm], by_all_ranks: Callable[[Ten
         stat.copy_(value)
 
 
-def _normalised_by_all_ranks(
-    x_BCHW: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float, num_groups: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return output, mean (S, C) and unbiased variance (S, C); then variance and number of values, for the gradients.
+def _has_kernels(x_BCHW: Tensor, residual_BCHW: Tensor | None, num_groups: int) -> bool:
+    """Return whether the kernels for a GPU take these inputs. Then `_kernels` returns them, if Triton works."""
+    form = torch.contiguous_format if x_BCHW.dim() == 2 else torch.channels_last
+    fits = x_BCHW.device.type == _KERNEL_DEVICE and x_BCHW.dtype in _KERNEL_DTYPES
+    fits = fits and x_BCHW.is_contiguous(memory_format=form) and x_BCHW.numel() > num_groups * x_BCHW.shape[1]
+    if residual_BCHW is None or not fits:
+        return fits
+    same = residual_BCHW.dtype == x_BCHW.dtype and residual_BCHW.shape == x_BCHW.shape
+    return same and residual_BCHW.is_contiguous(memory_format=form)
 
-    Sends one message.
-    """
+
+_KERNEL_DEVICE = "cuda"
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _kernels() -> ModuleType | None:
+    """Return the module of kernels; None if Triton does not work here."""
+    if not triton_works():
+        return None
+    from trainer.models import batch_norm_kernels  # not at the top: Triton is large, and not on every system
+
+    return batch_norm_kernels
+
+
+def _normalised_by_all_ranks(
+    x_BCHW: Tensor,
+    residual_BCHW: Tensor | None,
+    weight_C: Tensor,
+    bias_C: Tensor,
+    eps: float,
+    num_groups: int,
+    relu: bool,
+    norm: SynchronizedBatchNorm2d | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the output and the statistics (N,), and update the running statistics of `norm`. Sends one message."""
+    if _has_kernels(x_BCHW, residual_BCHW, num_groups) and (kernels := _kernels()) is not None:
+        found: tuple[Tensor, Tensor] = kernels.normalised(
+            *(x_BCHW, residual_BCHW, weight_C, bias_C),
+            eps=eps,
+            num_groups=num_groups,
+            relu=relu,
+            running=None if norm is None else (norm.running_mean, norm.running_var, norm.momentum),
+            gather=all_gather_rows if is_distributed() else None,
+        )
+        return found
     # With running statistics in the parameters' type, torch accumulates a bfloat16 input in float32.
     scratch_C = torch.zeros_like(weight_C)
     groups = x_BCHW.chunk(num_groups)
@@ -255,18 +308,55 @@ def _normalised_by_all_ranks(
     mean_SC = (mean_RSC * share_R11).sum(0)
     apart_RSC = mean_RSC - mean_SC
     var_SC = (torch.addcmul(var_RSC, apart_RSC, apart_RSC) * share_R11).sum(0)
+    stats_N = torch.cat([torch.stack([mean_SC, var_SC], 1).flatten(), total[None]])
+    if norm is not None:
+        _update_running(norm, stats_N, num_groups)
     out_BCHW = torch.empty_like(x_BCHW)
     outs = out_BCHW.chunk(num_groups)
     for x, out, mean_C, var_C in zip(groups, outs, mean_SC.unbind(), var_SC.unbind(), strict=True):
         _normalise(x, mean_C, var_C, weight_C, bias_C, eps=eps, out=out)
-    return out_BCHW, mean_SC, var_SC * (total / (total - 1)), var_SC, total
+    return _activated(out_BCHW, residual_BCHW, relu), stats_N
+
+
+def _update_running(norm: SynchronizedBatchNorm2d, stats_N: Tensor, num_groups: int) -> None:
+    assert norm.momentum is not None
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    total = stats_N[-1]
+    for mean_C, var_C in stats_N[:-1].view(num_groups, 2, -1):
+        norm.running_mean.lerp_(mean_C, norm.momentum)
+        norm.running_var.lerp_(var_C * (total / (total - 1)), norm.momentum)
 
 
 def _gradients_by_all_ranks(
-    grad_BCHW: Tensor, x_BCHW: Tensor, weight_C: Tensor, mean_SC: Tensor, var_SC: Tensor, total: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the input, and this rank's gradients of weight and bias, (2, C). Sends one message."""
-    num_groups = len(mean_SC)
+    grad_BCHW: Tensor,
+    x_BCHW: Tensor,
+    activated_BCHW: Tensor | None,
+    weight_C: Tensor,
+    bias_C: Tensor,
+    stats_N: Tensor,
+    eps: float,
+    num_groups: int,
+    with_residual: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of input and residual, and this rank's gradients of weight and bias, (2, C).
+
+    `activated_BCHW` is the output, if it went through a ReLU. The gradient of no residual is empty. Sends one message.
+    """
+    residual_BCHW = activated_BCHW if with_residual else None  # as far as its form is concerned
+    no_residual = x_BCHW.new_empty(0)
+    if _has_kernels(x_BCHW, residual_BCHW, num_groups) and (kernels := _kernels()) is not None:
+        grad_x_BCHW, grad_residual_BCHW, own_2C = kernels.gradients(
+            *(grad_BCHW, x_BCHW, residual_BCHW, weight_C, bias_C, stats_N),
+            eps=eps,
+            num_groups=num_groups,
+            relu=activated_BCHW is not None,
+            reduce=all_reduce_sum if is_distributed() else None,
+        )
+        return grad_x_BCHW, no_residual if grad_residual_BCHW is None else grad_residual_BCHW, own_2C
+    if activated_BCHW is not None:
+        grad_BCHW = torch.ops.aten.threshold_backward(grad_BCHW, activated_BCHW, 0)
+    mean_SC, var_SC = stats_N[:-1].view(num_groups, 2, -1).unbind(1)
     parts = (x_BCHW.chunk(num_groups), grad_BCHW.chunk(num_groups), mean_SC.unbind(), var_SC.unbind())
     groups = list(zip(*parts, strict=True))
     none = mean_SC.new_empty(0)  # no statistics from training; the CUDA kernel does not accept None
@@ -282,7 +372,7 @@ def _gradients_by_all_ranks(
     # weight / std * (grad - mean of grad - normalised x * mean of grad * normalised x). All terms but the first
     # together are a batch norm of x.
     scale_SC = weight_C * torch.rsqrt(var_SC + eps)
-    through_S2C = sums_S2C * (-scale_SC / total)[:, None]
+    through_S2C = sums_S2C * (-scale_SC / stats_N[-1])[:, None]
     grad_x_BCHW = torch.empty_like(x_BCHW)
     per_channel = (-1, *(1,) * (x_BCHW.dim() - 2))
     for (x, grad, mean_C, var_C), out, scale_C, through_2C in zip(
@@ -290,104 +380,73 @@ def _gradients_by_all_ranks(
     ):
         _normalise(x, mean_C, var_C, *through_2C.unbind(), eps=eps, out=out)
         out.addcmul_(grad, scale_C.view(per_channel))
-    return grad_x_BCHW, own_S2C.sum(0)
+    return grad_x_BCHW, grad_BCHW if with_residual else no_residual, own_S2C.sum(0)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x_BCHW, residual_BCHW, weight_C, bias_C, ctx.eps, ctx.num_groups, relu, *_ = inputs
+    out_BCHW, stats_N = output
+    ctx.with_residual = residual_BCHW is not None
+    ctx.save_for_backward(x_BCHW, out_BCHW if relu else None, weight_C, bias_C, stats_N)
+    ctx.mark_non_differentiable(stats_N)
 
 
 class _SynchronizedBatchNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x_BCHW: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float, num_groups: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        out_BCHW, mean_SC, unbiased_SC, var_SC, total = _normalised_by_all_ranks(
-            x_BCHW, weight_C, bias_C, eps, num_groups
-        )
-        ctx.eps = eps
-        ctx.save_for_backward(x_BCHW, weight_C, mean_SC, var_SC, total)
-        ctx.mark_non_differentiable(mean_SC, unbiased_SC)
-        return out_BCHW, mean_SC, unbiased_SC
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = _normalised_by_all_ranks(*inputs)
+        _save(ctx, inputs, output)
+        return output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_BCHW: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        x_BCHW, weight_C, mean_SC, var_SC, total = ctx.saved_tensors
-        grad_x_BCHW, (grad_weight_C, grad_bias_C) = _gradients_by_all_ranks(
-            grad_BCHW, x_BCHW, weight_C, mean_SC, var_SC, total, ctx.eps
-        )
-        return grad_x_BCHW, grad_weight_C, grad_bias_C, None, None
+    def backward(ctx: Any, grad_BCHW: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        return (*_backward(ctx, grad_BCHW, function=_gradients_by_all_ranks), None)
 
 
 # The same two functions as operators: torch.compile cannot look into a collective, but its graph can hold an operator.
-_forward_operator = torch.library.custom_op(
-    "feature_dropout::synchronized_batch_norm", _normalised_by_all_ranks, mutates_args=()
-)
+@torch.library.custom_op("feature_dropout::synchronized_batch_norm", mutates_args=())
+def _forward_operator(
+    x_BCHW: Tensor,
+    residual_BCHW: Tensor | None,
+    weight_C: Tensor,
+    bias_C: Tensor,
+    eps: float,
+    num_groups: int,
+    relu: bool,
+) -> tuple[Tensor, Tensor]:
+    return _normalised_by_all_ranks(x_BCHW, residual_BCHW, weight_C, bias_C, eps, num_groups, relu)
+
+
 _backward_operator = torch.library.custom_op(
     "feature_dropout::synchronized_batch_norm_backward", _gradients_by_all_ranks, mutates_args=()
 )
 
 
 @_forward_operator.register_fake
-def _(
-    x_BCHW: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float, num_groups: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    mean_SC, unbiased_SC, var_SC = (weight_C.new_empty((num_groups, len(weight_C))) for _ in range(3))
-    return torch.empty_like(x_BCHW), mean_SC, unbiased_SC, var_SC, weight_C.new_empty(())
+def _(x_BCHW: Tensor, _: Any, weight_C: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    num_groups: int = settings[2]
+    return torch.empty_like(x_BCHW), weight_C.new_empty(2 * num_groups * len(weight_C) + 1)
 
 
 @_backward_operator.register_fake
-def _(
-    grad_BCHW: Tensor, x_BCHW: Tensor, weight_C: Tensor, mean_SC: Tensor, var_SC: Tensor, total: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x_BCHW), weight_C.new_empty((2, len(weight_C)))
+def _(grad_BCHW: Tensor, x_BCHW: Tensor, _: Any, weight_C: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+    grad_residual_BCHW = torch.empty_like(x_BCHW) if settings[-1] else x_BCHW.new_empty(0)
+    return torch.empty_like(x_BCHW), grad_residual_BCHW, weight_C.new_empty((2, len(weight_C)))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x_BCHW, weight_C, _, ctx.eps, _ = inputs
-    _, mean_SC, _, var_SC, total = output
-    ctx.save_for_backward(x_BCHW, weight_C, mean_SC, var_SC, total)
-
-
-def _backward(ctx: Any, grad_BCHW: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-    grad_x_BCHW, (grad_weight_C, grad_bias_C) = _backward_operator(grad_BCHW, *ctx.saved_tensors, ctx.eps)
-    return grad_x_BCHW, grad_weight_C, grad_bias_C, None, None
+def _backward(
+    ctx: Any, grad_BCHW: Tensor, *_: Tensor, function: Callable[..., tuple[Tensor, Tensor, Tensor]] = _backward_operator
+) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    grad_x_BCHW, grad_residual_BCHW, (grad_weight_C, grad_bias_C) = function(
+        grad_BCHW, *saved, ctx.eps, ctx.num_groups, ctx.with_residual
+    )
+    residual = grad_residual_BCHW if ctx.with_residual else None
+    return grad_x_BCHW, residual, grad_weight_C, grad_bias_C, None, None, None
 
 
 _forward_operator.register_autograd(_backward, setup_context=_save)
-
-
-class _GroupedBatchNorm(torch.autograd.Function):
-    """Batch norm of equal runs of rows in one process, whose results are written to the parts of one tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BCHW: Tensor, weight_C: Tensor, bias_C: Tensor, norm: Any, num_groups: int) -> Tensor:
-        settings = (norm.running_mean, norm.running_var, True, norm.momentum, norm.eps)
-        out_BCHW = torch.empty_like(x_BCHW)
-        saved = []
-        for x, out in zip(x_BCHW.chunk(num_groups), out_BCHW.chunk(num_groups), strict=True):
-            mean_C, invstd_C = torch.empty_like(weight_C), torch.empty_like(weight_C)
-            torch.native_batch_norm(x, weight_C, bias_C, *settings, out=(out, mean_C, invstd_C))
-            saved += [mean_C, invstd_C]
-        ctx.eps = norm.eps
-        ctx.save_for_backward(x_BCHW, weight_C, *saved)
-        return out_BCHW
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_BCHW: Tensor) -> tuple[Tensor | None, ...]:
-        x_BCHW, weight_C, *saved = ctx.saved_tensors
-        num_groups = len(saved) // 2
-        grad_x_BCHW = torch.empty_like(x_BCHW)
-        chunks = (each.chunk(num_groups) for each in (x_BCHW, grad_BCHW, grad_x_BCHW))
-        total_2C: list[Tensor] = []
-        for x, grad, into, mean_C, invstd_C in zip(*chunks, saved[::2], saved[1::2], strict=True):
-            grad_x, *grads_2C = torch.ops.aten.native_batch_norm_backward(
-                grad, x, weight_C, None, None, mean_C, invstd_C, True, ctx.eps, [True, True, True]
-            )
-            into.copy_(grad_x)  # on a GPU, torch.cat takes longer than copies
-            if total_2C:
-                torch._foreach_add_(total_2C, grads_2C)
-            else:
-                total_2C = grads_2C
-        return grad_x_BCHW, *total_2C, None, None
 
 
 def _normalise(

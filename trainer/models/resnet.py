@@ -1,4 +1,4 @@
-"""Build residual networks without the classifier: of torchvision's blocks (He et al. 2016), and wide ones.
+"""Build residual networks without the classifier: those of torchvision (He et al. 2016), and wide ones.
 
 Shapes: B pictures, C channels, H by W pixels.
 """
@@ -6,15 +6,12 @@ Shapes: B pictures, C channels, H by W pixels.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from trainer.models.batch_norm import normalise_and_activate
 from trainer.models.trunk import ConvolutionalTrunk, draw_convolutions
-
-if TYPE_CHECKING:
-    from torchvision.models.resnet import BasicBlock, Bottleneck
 
 Init: TypeAlias = Literal["torch", "torchvision"]
 """The distribution of the initial weights of convolutions.
@@ -28,11 +25,56 @@ With batch norm, the distribution affects the size of the first steps: the large
 _WIDE_STEM = 16  # channels of the stem of a wide network
 
 
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions, each with a batch norm, added to the input; layers are named as torchvision's.
+
+    `downsample` makes the input what it is added to, if the shape changes.
+    """
+
+    expansion: Final = 1  # channels of the output, over those inside
+
+    def __init__(self, num_in: int, num_inside: int, stride: int = 1, downsample: nn.Module | None = None) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(num_in, num_inside, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(num_inside)
+        self.conv2 = nn.Conv2d(num_inside, num_inside, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(num_inside)
+        self.downsample = downsample
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        inside_BCHW = self.conv2(normalise_and_activate(self.bn1, self.conv1(x_BCHW)))
+        residual_BCHW = x_BCHW if self.downsample is None else self.downsample(x_BCHW)
+        return normalise_and_activate(self.bn2, inside_BCHW, residual_BCHW)
+
+
+class Bottleneck(nn.Module):
+    """A 1x1, a 3x3 and a 1x1 convolution, each with a batch norm, added to the input; named as torchvision's.
+
+    `downsample` makes the input what it is added to, if the shape changes.
+    """
+
+    expansion: Final = 4
+
+    def __init__(self, num_in: int, num_inside: int, stride: int = 1, downsample: nn.Module | None = None) -> None:
+        super().__init__()
+        num_out = num_inside * self.expansion
+        self.conv1 = nn.Conv2d(num_in, num_inside, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(num_inside)
+        self.conv2 = nn.Conv2d(num_inside, num_inside, 3, stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(num_inside)
+        self.conv3 = nn.Conv2d(num_inside, num_out, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(num_out)
+        self.downsample = downsample
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        inside_BCHW = self.conv2(normalise_and_activate(self.bn1, self.conv1(x_BCHW)))
+        inside_BCHW = self.conv3(normalise_and_activate(self.bn2, inside_BCHW))
+        residual_BCHW = x_BCHW if self.downsample is None else self.downsample(x_BCHW)
+        return normalise_and_activate(self.bn3, inside_BCHW, residual_BCHW)
+
+
 def blocks_of_depth(depth: int) -> tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]:
     """Return the block and the number of blocks in each stage, for a depth of 10, 18, 34 or 50."""
-    # Not at the top: torchvision takes as long to import as torch, and objectives alone need no network.
-    from torchvision.models.resnet import BasicBlock, Bottleneck
-
     num_blocks = {10: (1, 1, 1, 1), 18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}[depth]
     return Bottleneck if depth == 50 else BasicBlock, num_blocks
 
@@ -118,6 +160,6 @@ class PreActivationBlock(nn.Module):
         self.shortcut = None if same else nn.Conv2d(num_in, num_out, 1, stride, bias=False)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        activated_BCHW = F.relu(self.bn1(x_BCHW))
-        residual_BCHW: Tensor = self.conv2(F.relu(self.bn2(self.conv1(activated_BCHW))))
+        activated_BCHW = normalise_and_activate(self.bn1, x_BCHW)
+        residual_BCHW: Tensor = self.conv2(normalise_and_activate(self.bn2, self.conv1(activated_BCHW)))
         return residual_BCHW + (x_BCHW if self.shortcut is None else self.shortcut(activated_BCHW))

@@ -103,8 +103,8 @@ class _SynchronizedBatchNormAct2d(SynchronizedBatchNorm2d):
         self.act: nn.Module = local.act
         self.load_state_dict(local.state_dict())
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the base class's name
-        activated_BCHW: Tensor = self.act(self.drop(super().forward(input)))
+    def forward(self, input: Tensor, residual: Tensor | None = None, relu: bool = False) -> Tensor:  # noqa: A002  the base class's name
+        activated_BCHW: Tensor = self.act(self.drop(super().forward(input, residual, relu)))
         return activated_BCHW
 
 

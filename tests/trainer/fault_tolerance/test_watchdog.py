@@ -14,11 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torchvision.models.resnet import BasicBlock
 
 from configs import resolve_recipe
 from tests.gloo import run_ranks
@@ -34,6 +32,7 @@ from trainer.config import RunConfig
 from trainer.fault_tolerance.stalls import describe_stall
 from trainer.fault_tolerance.watchdog import Watchdog, WatchdogConfig
 from trainer.liveness import stage
+from trainer.models.resnet import BasicBlock
 from trainer.run_dir import RunDir
 from trainer.train import train
 
@@ -241,11 +240,11 @@ def train_with_slow_blocks(data: Path, directory: Path) -> None:
     """Take two steps that are longer than the limit, in blocks that are shorter than it, without computing."""
     forward = BasicBlock.forward
 
-    def slow(block: BasicBlock, x: torch.Tensor) -> Any:
+    def slow(block: BasicBlock, x_BCHW: torch.Tensor) -> torch.Tensor:
         time.sleep(0.4)
-        return forward(block, x)
+        return forward(block, x_BCHW)
 
-    BasicBlock.forward = slow
+    BasicBlock.forward = slow  # type: ignore[method-assign, assignment]
     train(few_steps(data, "watchdog.limit_seconds=2"), RunDir(directory), device=torch.device("cpu"), command="test")
 
 

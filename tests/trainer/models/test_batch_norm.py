@@ -29,10 +29,16 @@ from trainer.models.batch_norm import (
     grouped_statistics,
     replace_batch_norm,
     share_running_statistics,
-    synchronized_batch_norm,
 )
 from trainer.models.trunk import ConvolutionalTrunk
 from trainer.optim.optimizers import SGDConfig
+
+
+def by_parts(x: Tensor, weight: Tensor, bias: Tensor, *, num_groups: int) -> tuple[Tensor, Tensor]:
+    """Return output and statistics, (2 S C + 1,), as on several ranks or a GPU."""
+    function = batch_norm._SynchronizedBatchNorm
+    found: tuple[Tensor, Tensor] = function.apply(x, None, weight, bias, 1e-5, num_groups, False, None)  # type: ignore[no-untyped-call]
+    return found
 
 
 def trained(norm: nn.BatchNorm2d, parts: list[Tensor], grads: list[Tensor]) -> dict[str, Tensor]:
@@ -288,10 +294,13 @@ def test_the_operators_keep_the_rules_of_torch(num_groups: int, dtype: torch.dty
     kept = torch.promote_types(dtype, torch.float32)
     x, weight, bias = torch.randn(4, 3, 2, 2, dtype=dtype), torch.rand(3, dtype=kept), torch.randn(3, dtype=kept)
     forward, backward = batch_norm._forward_operator, batch_norm._backward_operator
-    out, mean, _, var, total = forward(x, weight, bias, 1e-5, num_groups)
-    torch.library.opcheck(backward, (out, x, weight, mean, var, total, 1e-5))
-    leaves = [each.requires_grad_() for each in (x, weight, bias)]
-    torch.library.opcheck(forward, (*leaves, 1e-5, num_groups))
+    for residual, relu in ((None, False), (x + 1, True)):
+        x, weight, bias = (each.detach() for each in (x, weight, bias))
+        out, stats = forward(x, residual, weight, bias, 1e-5, num_groups, relu)
+        activated = out if relu else None
+        torch.library.opcheck(backward, (out, x, activated, weight, bias, stats, 1e-5, num_groups, relu))
+        leaves = [None if each is None else each.requires_grad_() for each in (x, residual, weight, bias)]
+        torch.library.opcheck(forward, (*leaves, 1e-5, num_groups, relu))
 
 
 class AsOnCuda(TorchDispatchMode):
@@ -322,7 +331,7 @@ class AsOnCuda(TorchDispatchMode):
 def test_going_backward_it_gives_cuda_what_its_kernel_asserts() -> None:
     x = torch.randn(4, 3, 2, 2, requires_grad=True)
     with AsOnCuda() as calls:
-        out = synchronized_batch_norm(x, torch.ones(3), torch.zeros(3), eps=1e-5, num_groups=2)[0]
+        out = by_parts(x, torch.ones(3), torch.zeros(3), num_groups=2)[0]
         torch.autograd.backward(out.square().sum())
     assert calls.num_calls == 2
     assert calls.num_normalised == 4
@@ -340,7 +349,7 @@ def test_on_a_gpu_it_is_as_in_float64(dtype: torch.dtype, tolerance: float, memo
         parameters = number if number == torch.float64 else torch.float32
         given = [x.to(device, number), weight.to(device, parameters), bias.to(device, parameters)]
         leaves = [each.detach().requires_grad_() for each in given]
-        out = synchronized_batch_norm(*leaves, eps=1e-5, num_groups=2)[0]
+        out = by_parts(*leaves, num_groups=2)[0]
         torch.autograd.backward(out, grad.to(device, number))
         answers.append([out.detach(), *(each.grad for each in leaves)])
     for found, expected in zip(*answers, strict=True):
@@ -353,12 +362,12 @@ def test_on_a_gpu_it_is_as_in_float64(dtype: torch.dtype, tolerance: float, memo
 def test_bfloat16_input_is_summed_in_float32(memory_format: torch.memory_format) -> None:
     torch.manual_seed(0)
     x = (30 + torch.randn(64, 3, 16, 16)).bfloat16().contiguous(memory_format=memory_format)
-    out, mean_1C, unbiased_1C = synchronized_batch_norm(x, torch.ones(3), torch.zeros(3), eps=1e-5)
+    out, stats = by_parts(x, torch.ones(3), torch.zeros(3), num_groups=1)
     assert out.dtype == torch.bfloat16
     assert out.is_contiguous(memory_format=memory_format)
-    (mean_C,), (unbiased_C,) = mean_1C, unbiased_1C
+    mean_C, var_C = stats[:-1].view(2, 3)
     torch.testing.assert_close(mean_C, x.double().mean((0, 2, 3)).float(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(unbiased_C, x.double().var((0, 2, 3)).float(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(var_C, x.double().var((0, 2, 3), correction=0).float(), rtol=1e-4, atol=0)
 
 
 def test_in_one_process_it_is_batch_norm_itself() -> None:

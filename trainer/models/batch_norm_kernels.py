@@ -1,0 +1,384 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+"""Kernels in Triton for batch norm on a GPU, with an optional sum with a residual and a ReLU after it.
+
+A tensor is read as rows of C channels: the pixels of maps in channels_last, or a matrix. S equal groups of rows have
+statistics of their own. Inputs and outputs are bfloat16, float16 or float32; sums and statistics are float32.
+
+A program owns a part of the rows of one group, for some channels. It writes one partial result, and a second kernel
+combines them in a fixed order. So the same inputs give the same bits. No result depends on the number of processors.
+
+If one group fits the L2 cache of a GPU, but all groups together do not, the output of a group is computed right after
+its statistics. The second pass goes through the rows backward, because the cache holds those that were read last.
+
+Statistics are one float32 vector, which can be sent to other ranks: mean and variance for each group, (S, 2, C), and
+the number of values. Shapes: N = 2 S C + 1 numbers of such a vector, P parts of the rows of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trainer.triton_launch import launch
+
+_TILE: Final = 2048  # values that the threads of a program read at once: 16 bytes each in bfloat16
+_NUM_WARPS: Final = 8
+_MOST_CHANNELS: Final = 64  # of a tile: 128 bytes of a row in bfloat16
+_NUM_PROGRAMS: Final = 512  # of a launch: four for each of the 132 processors of an H100 or H200
+_CACHED_BYTES: Final = 32 << 20  # of a tensor that the L2 cache of 50 MB can hold beside others
+_COMBINED_CHANNELS: Final = 8  # of a program that combines parts
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """How the programs of a launch share rows and channels."""
+
+    rows: int  # of a group
+    channels: int
+    tile_rows: int
+    tile_channels: int
+    part_rows: int  # of a program
+    runs: tuple[tuple[int, int], ...]  # the first group of each launch, and the one behind its last
+
+    @classmethod
+    def of(cls, x: Tensor, num_groups: int) -> Self:
+        channels = x.shape[1]
+        rows = x.numel() // (channels * num_groups)
+        tile_channels = min(_MOST_CHANNELS, triton.next_power_of_2(channels))
+        tile_rows = _TILE // tile_channels
+        fitting = _CACHED_BYTES * num_groups // (x.numel() * x.element_size())
+        together = min(num_groups, fitting or num_groups)
+        wanted = max(1, _NUM_PROGRAMS // (triton.cdiv(channels, tile_channels) * together))
+        num_tiles = triton.cdiv(triton.cdiv(rows, tile_rows), wanted)
+        runs = tuple((first, min(first + together, num_groups)) for first in range(0, num_groups, together))
+        return cls(rows, channels, tile_rows, tile_channels, num_tiles * tile_rows, runs)
+
+    @property
+    def num_parts(self) -> int:
+        return -(-self.rows // self.part_rows)
+
+    def launch(self, kernel: Any, run: tuple[int, int], *arguments: Any, **constants: Any) -> None:
+        """Launch a kernel for the groups of a run."""
+        first, last = run
+        programs = (self.num_parts, triton.cdiv(self.channels, self.tile_channels), last - first)
+        tile = {"TILE_ROWS": self.tile_rows, "TILE_CHANNELS": self.tile_channels, "num_warps": _NUM_WARPS}
+        launch(kernel, programs, *arguments, first, self.rows, self.channels, self.part_rows, **constants, **tile)
+
+
+STAGES: tl.constexpr = tl.constexpr(4)
+_LOOSE: Final = ["first_group", "rows", "part_rows", "num_groups"]  # one kernel for all their values
+
+
+@triton.jit
+def _own_rows(rows, channels, part_rows, first_group, TILE_ROWS: tl.constexpr, TILE_CHANNELS: tl.constexpr):
+    """Return the group of this program, its channels, its first place, and its numbers of rows and tiles."""
+    group = first_group + tl.program_id(2)
+    begin = tl.program_id(0) * part_rows
+    channel = tl.program_id(1) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
+    num_rows = tl.minimum(part_rows, rows - begin)
+    start = (group.to(tl.int64) * rows + begin) * channels
+    return group, channel, start, num_rows, tl.cdiv(num_rows, TILE_ROWS)
+
+
+@triton.jit
+def _tile(number, channel, num_rows, channels, TILE_ROWS: tl.constexpr):
+    """Return the places of a tile's values behind the first value of the program, and which of them there are."""
+    row = number * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    return row[:, None] * channels + channel[None, :], (row < num_rows)[:, None] & (channel < channels)[None, :]
+
+
+@triton.jit(do_not_specialize=_LOOSE)
+def _statistics_kernel(
+    x_ptr, parts_ptr, num_groups, first_group, rows, channels, part_rows,
+    TILE_ROWS: tl.constexpr, TILE_CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Write mean, variance and number of the values of each part."""
+    group, channel, start, num_rows, num_tiles = _own_rows(
+        rows, channels, part_rows, first_group, TILE_ROWS, TILE_CHANNELS
+    )
+    x_ptr += start
+    # Each place of a tile sums the distances from its own first value. That cancels by at most the number of tiles,
+    # whatever the values are; a mean of squares minus a squared mean would cancel for a large mean.
+    place, exists = _tile(0, channel, num_rows, channels, TILE_ROWS)
+    first = tl.load(x_ptr + place, exists, other=0.0).to(tl.float32)
+    total = tl.zeros((TILE_ROWS, TILE_CHANNELS), tl.float32)
+    squares = tl.zeros((TILE_ROWS, TILE_CHANNELS), tl.float32)
+    for number in tl.range(1, num_tiles, num_stages=STAGES):
+        place, exists = _tile(number, channel, num_rows, channels, TILE_ROWS)
+        x = tl.load(x_ptr + place, exists, other=0.0).to(tl.float32)
+        apart = tl.where(exists, x - first, 0.0)
+        total += apart
+        squares += apart * apart
+    count = tl.cdiv(tl.maximum(num_rows - tl.arange(0, TILE_ROWS), 0), TILE_ROWS).to(tl.float32)[:, None]
+    mean = total / tl.maximum(count, 1.0)
+    squares -= mean * total
+    near = tl.sum(first, 0) / tl.minimum(num_rows, TILE_ROWS)
+    mean += first - near[None, :]
+    away = tl.sum(mean * count, 0) / num_rows
+    mean -= away[None, :]
+    variance = tl.sum(squares + mean * mean * count, 0) / num_rows
+    parts_ptr += tl.program_id(0) * (2 * num_groups * channels + 1)
+    mine = parts_ptr + 2 * group * channels + channel
+    tl.store(mine, near + away, channel < channels)
+    tl.store(mine + channels, variance, channel < channels)
+    tl.store(parts_ptr + 2 * num_groups * channels, num_rows.to(tl.float32))
+
+
+@triton.jit(do_not_specialize=[*_LOOSE, "num_parts", "last_group", "momentum"])
+def _combine_kernel(
+    parts_ptr, stats_ptr, running_mean_ptr, running_var_ptr,
+    momentum, num_parts, num_groups, first_group, last_group, channels,
+    RUNNING: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Combine the statistics of parts as in Chan et al. 1983, and update the running statistics, group after group."""
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    part = tl.arange(0, PARTS)
+    known = channel < channels
+    exists = (part < num_parts)[:, None] & known[None, :]
+    last = 2 * num_groups * channels  # the place of the number of values
+    part_place = part * (last + 1)
+    count = tl.load(parts_ptr + part_place + last, part < num_parts, other=0.0)
+    total = tl.sum(count, 0)
+    tl.store(stats_ptr + last, total)
+    share = (count / total)[:, None]
+    for group in range(first_group, last_group):
+        place = 2 * group * channels + channel
+        mean = tl.load(parts_ptr + part_place[:, None] + place[None, :], exists, other=0.0)
+        variance = tl.load(parts_ptr + part_place[:, None] + (place + channels)[None, :], exists, other=0.0)
+        near = tl.load(parts_ptr + place, known, other=0.0)  # the mean of the first part
+        apart = tl.where(exists, mean - near[None, :], 0.0)
+        away = tl.sum(apart * share, 0)
+        apart -= away[None, :]
+        mean_of_all = near + away
+        variance_of_all = tl.sum((variance + apart * apart) * share, 0)
+        tl.store(stats_ptr + place, mean_of_all, known)
+        tl.store(stats_ptr + place + channels, variance_of_all, known)
+        if RUNNING:
+            unbiased = variance_of_all * (total / (total - 1))
+            old_mean = tl.load(running_mean_ptr + channel, known).to(tl.float32)
+            old_var = tl.load(running_var_ptr + channel, known).to(tl.float32)
+            tl.store(running_mean_ptr + channel, old_mean + momentum * (mean_of_all - old_mean), known)
+            tl.store(running_var_ptr + channel, old_var + momentum * (unbiased - old_var), known)
+
+
+@triton.jit
+def _of_channels(stats_ptr, weight_ptr, group, channel, channels, eps):
+    """Return mean, 1 / standard deviation and weight of the program's channels."""
+    known = channel < channels
+    place = stats_ptr + 2 * group * channels + channel
+    mean = tl.load(place, known, other=0.0)
+    variance = tl.load(place + channels, known, other=0.0)
+    return mean, tl.rsqrt(variance + eps), tl.load(weight_ptr + channel, known, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=[*_LOOSE, "eps"])
+def _normalise_kernel(
+    x_ptr, residual_ptr, stats_ptr, weight_ptr, bias_ptr, out_ptr, eps, first_group, rows, channels, part_rows,
+    RESIDUAL: tl.constexpr, RELU: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_CHANNELS: tl.constexpr,
+):  # fmt: skip
+    group, channel, start, num_rows, num_tiles = _own_rows(
+        rows, channels, part_rows, first_group, TILE_ROWS, TILE_CHANNELS
+    )
+    mean, invstd, weight = _of_channels(stats_ptr, weight_ptr, group, channel, channels, eps)
+    scale = (invstd * weight)[None, :]
+    bias = tl.load(bias_ptr + channel, channel < channels, other=0.0).to(tl.float32)[None, :]
+    x_ptr += start
+    residual_ptr += start
+    out_ptr += start
+    for number in tl.range(0, num_tiles, num_stages=STAGES):
+        place, exists = _tile(num_tiles - 1 - number, channel, num_rows, channels, TILE_ROWS)
+        x = tl.load(x_ptr + place, exists, other=0.0).to(tl.float32)
+        out = tl.fma(x - mean[None, :], scale, bias)
+        if RESIDUAL:
+            out += tl.load(residual_ptr + place, exists, other=0.0).to(tl.float32)
+        if RELU:
+            out = tl.where(out <= 0.0, 0.0, out)
+        tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), exists)
+
+
+@triton.jit
+def _before_relu(
+    grad_ptr, out_ptr, place, exists, x, mean, scale, bias, RESIDUAL: tl.constexpr, RELU: tl.constexpr
+):  # fmt: skip
+    """Return the gradient in front of the ReLU, which is 0 where the output is.
+
+    The output is read only if it depends on a residual. Otherwise it is computed from x, as it was, in fewer bytes.
+    """
+    grad = tl.load(grad_ptr + place, exists, other=0.0).to(tl.float32)
+    if RELU:
+        if RESIDUAL:
+            out = tl.load(out_ptr + place, exists, other=0.0)
+        else:
+            out = tl.fma(x - mean[None, :], scale[None, :], bias[None, :]).to(out_ptr.dtype.element_ty)
+        grad = tl.where(out <= 0.0, 0.0, grad)
+    return grad
+
+
+@triton.jit(do_not_specialize=[*_LOOSE, "eps"])
+def _sums_kernel(
+    grad_ptr, x_ptr, out_ptr, stats_ptr, weight_ptr, bias_ptr, parts_ptr, grad_residual_ptr,
+    eps, num_groups, first_group, rows, channels, part_rows,
+    RESIDUAL: tl.constexpr, RELU: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Write sums of grad * normalised x and of grad over each part, and the gradient of the residual."""
+    group, channel, start, num_rows, num_tiles = _own_rows(
+        rows, channels, part_rows, first_group, TILE_ROWS, TILE_CHANNELS
+    )
+    mean, invstd, weight = _of_channels(stats_ptr, weight_ptr, group, channel, channels, eps)
+    bias = tl.load(bias_ptr + channel, channel < channels, other=0.0).to(tl.float32)
+    grad_ptr += start
+    x_ptr += start
+    out_ptr += start
+    grad_residual_ptr += start
+    products = tl.zeros((TILE_ROWS, TILE_CHANNELS), tl.float32)
+    total = tl.zeros((TILE_ROWS, TILE_CHANNELS), tl.float32)
+    for number in tl.range(0, num_tiles, num_stages=STAGES):
+        place, exists = _tile(number, channel, num_rows, channels, TILE_ROWS)
+        x = tl.load(x_ptr + place, exists, other=0.0).to(tl.float32)
+        grad = _before_relu(grad_ptr, out_ptr, place, exists, x, mean, invstd * weight, bias, RESIDUAL, RELU)
+        if RESIDUAL:
+            tl.store(grad_residual_ptr + place, grad.to(grad_residual_ptr.dtype.element_ty), exists)
+        products += grad * (x - mean[None, :])
+        total += grad
+    known = channel < channels
+    mine = parts_ptr + (tl.program_id(0) * num_groups + group) * 2 * channels + channel
+    tl.store(mine, tl.sum(products, 0) * invstd, known)
+    tl.store(mine + channels, tl.sum(total, 0), known)
+
+
+@triton.jit(do_not_specialize=[*_LOOSE, "eps"])
+def _gradient_kernel(
+    grad_ptr, x_ptr, stats_ptr, weight_ptr, bias_ptr, sums_ptr, grad_x_ptr,
+    eps, num_groups, first_group, rows, channels, part_rows,
+    RELU: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Write weight / std * (grad - mean of grad - normalised x * mean of grad * normalised x)."""
+    group, channel, start, num_rows, num_tiles = _own_rows(
+        rows, channels, part_rows, first_group, TILE_ROWS, TILE_CHANNELS
+    )
+    mean, invstd, weight = _of_channels(stats_ptr, weight_ptr, group, channel, channels, eps)
+    known = channel < channels
+    bias = tl.load(bias_ptr + channel, known, other=0.0).to(tl.float32)
+    values = tl.load(stats_ptr + 2 * num_groups * channels)
+    sums_ptr += 2 * group * channels + channel
+    slope = (invstd * tl.load(sums_ptr, known, other=0.0) / values)[None, :]
+    level = (tl.load(sums_ptr + channels, known, other=0.0) / values)[None, :]
+    scale = invstd * weight
+    grad_ptr += start
+    x_ptr += start
+    grad_x_ptr += start
+    for number in tl.range(0, num_tiles, num_stages=STAGES):
+        place, exists = _tile(num_tiles - 1 - number, channel, num_rows, channels, TILE_ROWS)
+        x = tl.load(x_ptr + place, exists, other=0.0).to(tl.float32)
+        grad = _before_relu(grad_ptr, x_ptr, place, exists, x, mean, scale, bias, False, RELU)
+        grad = (grad - level - (x - mean[None, :]) * slope) * scale[None, :]
+        tl.store(grad_x_ptr + place, grad.to(grad_x_ptr.dtype.element_ty), exists)
+
+
+def normalised(
+    x: Tensor,
+    residual: Tensor | None,
+    weight_C: Tensor,
+    bias_C: Tensor,
+    *,
+    eps: float,
+    num_groups: int,
+    relu: bool,
+    running: tuple[Tensor, Tensor, float] | None,
+    gather: Callable[[Tensor], Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the output, like `x`, and the statistics (N,) of each group.
+
+    running: running mean and variance (C,) to be updated in place, and their momentum.
+    gather: a function from the statistics of this rank (1, N) to those of all ranks (R, N); None in one process.
+    """
+    grid = _Grid.of(x, num_groups)
+    out = torch.empty_like(x)
+    parts_PN = torch.empty((grid.num_parts, 2 * num_groups * grid.channels + 1), device=x.device)
+    stats_N = torch.empty_like(parts_PN[0])
+
+    def normalise(run: tuple[int, int]) -> None:
+        arguments = (x, x if residual is None else residual, stats_N, weight_C, bias_C, out, eps)
+        grid.launch(_normalise_kernel, run, *arguments, RESIDUAL=residual is not None, RELU=relu)
+
+    for run in grid.runs:
+        grid.launch(_statistics_kernel, run, x, parts_PN, num_groups)
+        if gather is None:
+            _combine(parts_PN, stats_N, num_groups, run, running)
+            normalise(run)
+    if gather is not None:
+        _combine(parts_PN, stats_N, num_groups, (0, num_groups), None)
+        _combine(gather(stats_N[None]), stats_N, num_groups, (0, num_groups), running)
+        normalise((0, num_groups))
+    return out, stats_N
+
+
+def _combine(
+    parts_PN: Tensor,
+    stats_N: Tensor,
+    num_groups: int,
+    run: tuple[int, int],
+    running: tuple[Tensor, Tensor, float] | None,
+) -> None:
+    channels = len(stats_N) // (2 * num_groups)
+    arguments = (parts_PN, stats_N, *(running or (stats_N, stats_N, 0.0)), len(parts_PN), num_groups, *run, channels)
+    constants = {"PARTS": triton.next_power_of_2(len(parts_PN)), "CHANNELS": _COMBINED_CHANNELS}
+    programs = (triton.cdiv(channels, _COMBINED_CHANNELS),)
+    launch(_combine_kernel, programs, *arguments, RUNNING=running is not None, **constants)
+
+
+def gradients(
+    grad: Tensor,
+    x: Tensor,
+    out: Tensor | None,
+    weight_C: Tensor,
+    bias_C: Tensor,
+    stats_N: Tensor,
+    *,
+    eps: float,
+    num_groups: int,
+    relu: bool,
+    reduce: Callable[[Tensor], Tensor] | None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return the gradients of x and of the residual, and of weight and bias (2, C).
+
+    out: the output, if a residual was added before the ReLU; otherwise None.
+    reduce: a function from sums of this rank to their sums over all ranks; None in one process.
+    """
+    grad = grad.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.contiguous_format)
+    grid = _Grid.of(x, num_groups)
+    grad_x = torch.empty_like(x)
+    grad_residual = None if out is None else torch.empty_like(x)
+    parts_PS2C = torch.empty((grid.num_parts, num_groups, 2, grid.channels), device=x.device)
+    own_S2C = torch.empty_like(parts_PS2C[0])
+    of_channels = (stats_N, weight_C, bias_C)
+
+    def gradient(run: tuple[int, int], sums_S2C: Tensor) -> None:
+        arguments = (
+            grad if grad_residual is None else grad_residual,
+            x,
+            *of_channels,
+            sums_S2C,
+            grad_x,
+            eps,
+            num_groups,
+        )
+        grid.launch(_gradient_kernel, run, *arguments, RELU=relu and grad_residual is None)
+
+    for run in grid.runs:
+        unused = x  # in place of what there is not
+        arguments = (grad, x, unused if out is None else out, *of_channels, parts_PS2C)
+        written = unused if grad_residual is None else grad_residual
+        grid.launch(_sums_kernel, run, *arguments, written, eps, num_groups, RESIDUAL=out is not None, RELU=relu)
+        torch.sum(parts_PS2C[:, slice(*run)], 0, out=own_S2C[slice(*run)])
+        if reduce is None:
+            gradient(run, own_S2C)
+    if reduce is not None:
+        gradient((0, num_groups), reduce(own_S2C))
+    return grad_x, grad_residual, own_S2C.sum(0).to(weight_C.dtype)
