@@ -13,10 +13,12 @@ Build the shards first, for example
 
 from __future__ import annotations
 
-from configs.base import CIFAR10_MEAN, CIFAR10_STD, NAME_OF_DATA, PUBLISHED_SGD, changed, data
+from configs.base import CIFAR10_MEAN, CIFAR10_STD, NAME_OF_DATA, PUBLISHED_SGD, changed, data, named
 from trainer.config import RunConfig
+from trainer.memory import MemoryConfig
 from trainer.models.encoder import ResNetConfig
 from trainer.objectives import PublishedNTXentConfig
+from trainer.optim.optimizers import LARSConfig, ScheduleConfig
 from trainer.probes.linear import ProbeConfig
 from trainer.views.expert_image import ExpertImageConfig
 
@@ -39,6 +41,22 @@ def digits() -> RunConfig:
 def letters() -> RunConfig:
     """C+Letters. Published: 74.8 % on CIFAR-10, 94.1 % on the letter."""
     return _published("cifar10_letters")
+
+
+def digits_1024() -> RunConfig:
+    """C+Digits in batches of 1,024, for one GPU or several. There is no published number."""
+    return _large(1024)
+
+
+def digits_4096() -> RunConfig:
+    """C+Digits in batches of 4,096, for one GPU or many. There is no published number.
+
+    LARS, rate, decay, warm-up over 10 epochs and cosine are those of Chen et al. 2020. Of their two rules for the rate,
+    this is 0.075 times the square root of the batch (appendix B.1: better for small batches and few epochs). At 4,096
+    both give 4.8. Batch norm sees the whole batch. `memory.micro_batches` fits the step into a smaller GPU: negatives
+    stay exact, but batch norm then sees a part.
+    """
+    return _large(4096)
 
 
 def digits_small() -> RunConfig:
@@ -111,4 +129,16 @@ def _published(dataset: str) -> RunConfig:
         optimizer=PUBLISHED_SGD,
         global_batch_size=256,
         num_epochs=200,
+    )
+
+
+def _large(batch_size: int) -> RunConfig:
+    """Return C+Digits in large batches. The activations of each block are computed again, which changes no number."""
+    schedule = ScheduleConfig(kind="cosine", warmup_fraction=0.05)
+    return named(
+        digits(),
+        str(batch_size),
+        optimizer=LARSConfig(learning_rate=1.2, scaling="square_root", reference_batch_size=256, schedule=schedule),
+        global_batch_size=batch_size,
+        memory=MemoryConfig(encoder_checkpointing=1),
     )

@@ -1,6 +1,6 @@
 """Train on a Slurm cluster, or on this machine as several ranks or several runs at a time.
 
-python launch/slurm.py --nodes 4 --config viewmaker:digits --gpus-per-node 8 --partition gpu
+python launch/slurm.py --nodes 4 --config simclr:digits_4096 --gpus-per-node 8 --partition gpu
 python launch/slurm.py --study studies:table1 --at-a-time 4 --gpus-per-node 8
 python launch/slurm.py --executor local --tasks-per-node 2 --config debug:image --wait
 python launch/slurm.py --executor local --study studies:table1_small --at-a-time 2

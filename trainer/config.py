@@ -47,6 +47,8 @@ class RunConfig(Schema):
         `trainer.recorded_step`), unless code of others takes part or the precision is float64. "step" records with
         these too, and warns if that is not possible. true compiles encoder and viewmaker with torch.compile; the first
         step then takes a minute or more. "both" compiles and records. false does neither.
+    cudnn_benchmark: whether cuDNN times its kernels for each convolution at each start, and takes the fastest. Then
+        another start may take others, so a restart on a GPU is the whole run up to rounding.
     max_skipped_in_a_row: the number of skipped steps in a row that ends training. A step is skipped if its loss or
         gradient is not finite. In float16, steps whose gradient is too large only for the loss scale do not count.
     checkpoint_every_steps: the steps between two checkpoints; there is also one at the end.
@@ -71,6 +73,7 @@ class RunConfig(Schema):
     precision: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     channels_last: bool = False
     compile: bool | Literal["auto", "step", "both"] = "auto"
+    cudnn_benchmark: bool = False
     max_skipped_in_a_row: Count = 10
     checkpoint_every_steps: Count = 500
     keep_checkpoints: Count = 2

@@ -5,7 +5,9 @@ holds views, forward pass, loss, backward pass and optimizers. Each kernel reads
 replay. So the inputs, the learning rates and the numbers of step and epoch are copied to fixed places first, and the
 draws are functions of them.
 
-This is the default on one GPU. Over several ranks a step has messages, and is not recorded.
+This is the default on one GPU. Over several ranks a step has messages. NCCL could record them, but waits
+forever if one rank replays and another, whose recording failed, does not. Such a step is not recorded, because nobody
+could test it on two GPUs.
 
 Guarantees: the steps are those of `trainer.step.TrainingStep`, with learning rates in float32, to the last bit if the
 kernels are the same.
@@ -54,7 +56,10 @@ def why_not_recorded(
     if config.views.changes_with_epoch:
         return f"views.kind={config.views.kind} is another step to record in another epoch; take other views"
     if num_ranks > 1:
-        return f"a step with messages is not recorded, but there are {num_ranks} ranks; set compile=true instead"
+        return (
+            "a step with messages is not recorded, which is untested on two GPUs, but there are "
+            f"{num_ranks} ranks; set compile=true instead"
+        )
     if not config.engine.can_be_recorded:
         return f"a step of engine.kind={config.engine.kind} is not recorded; set engine.kind=ddp"
     if optimizers:

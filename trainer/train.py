@@ -67,6 +67,7 @@ def train(
         StoppedError: if a signal to some rank asked all ranks to save and stop; see
             `trainer.fault_tolerance.preemption`.
     """
+    torch.backends.cudnn.benchmark = config.cudnn_benchmark
     manifests = read_agreed_manifests(config.data)
     if config.encoder.weights is not None:
         config = from_first_rank(partial(pinned, config, run_dir), RunConfig)

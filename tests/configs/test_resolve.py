@@ -18,7 +18,7 @@ from trainer.config import read_config
 from trainer.models.encoder import build_encoder
 from trainer.models.heads import HeadConfig, build_head
 from trainer.objectives import PublishedNTXentConfig
-from trainer.optim.optimizers import AdamConfig, ScheduleConfig, SGDConfig
+from trainer.optim.optimizers import AdamConfig, LARSConfig, ScheduleConfig, SGDConfig, scaled_learning_rate
 from trainer.views.expert_audio import SpectralConfig, WaveformConfig
 from trainer.views.expert_image import ExpertImageConfig
 from trainer.views.viewmaker import ViewmakerConfig
@@ -160,6 +160,27 @@ def test_the_recipes_of_huang_have_the_published_numbers(
     assert config.optimizer.schedule.kind == "cosine"
     head = build_head(config.encoder.head, 512, config.encoder.embedding_size, batch_norm="local")
     assert sum(parameter.numel() for parameter in head.parameters()) == num_head_parameters
+
+
+@pytest.mark.parametrize(("batch_size", "learning_rate"), [(1024, 2.4), (4096, 4.8)])
+def test_large_batches_have_the_optimizer_of_chen_et_al(batch_size: int, learning_rate: float) -> None:
+    """0.075 times the square root of the batch (appendix B.1); the encoder, the views and the loss are those of 256."""
+    config, small = resolve_recipe(f"simclr:digits_{batch_size}"), resolve_recipe("simclr:digits")
+    assert config.global_batch_size == batch_size
+    optimizer = config.optimizer
+    assert isinstance(optimizer, LARSConfig)
+    assert scaled_learning_rate(optimizer, global_batch_size=batch_size) == pytest.approx(learning_rate)
+    assert optimizer.learning_rate / 256**0.5 == pytest.approx(0.075)
+    assert (optimizer.momentum, optimizer.weight_decay, optimizer.trust, optimizer.decay) == (
+        0.9,
+        1e-6,
+        1e-3,
+        "matrices",
+    )
+    assert optimizer.schedule == ScheduleConfig(kind="cosine", warmup_fraction=10 / config.num_epochs)
+    assert (config.memory.encoder_checkpointing, config.encoder.batch_norm) == (1, "synchronized")
+    changed = {name.partition(".")[0] for name in difference(config, small)}
+    assert changed == {"name", "optimizer", "global_batch_size", "memory"}
 
 
 def test_the_recipes_of_sounds_have_the_published_probe_background_and_encoder() -> None:

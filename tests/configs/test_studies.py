@@ -21,7 +21,7 @@ from trainer.views.expert_image import ExpertImageConfig, huang_views
 from trainer.views.viewmaker import ViewmakerConfig
 
 STUDIES = [line["study"] for line in read_published("studies")]
-EVERY = [*STUDIES, "sharing", "firing", "ablations"]
+EVERY = [*STUDIES, "sharing", "firing", "ablations", "large_batches"]
 FORMS = [form for name in STUDIES for form in (name, f"{name}_small")]
 
 
@@ -84,6 +84,7 @@ def test_the_small_form_differs_in_size_alone(name: str) -> None:
         large = full[run.name.removesuffix(SMALL_RUN)]
         assert run.objective == large.objective
         assert run.optimizer == large.optimizer
+        assert run.memory == large.memory
         assert run.data.overlay == large.data.overlay
         if isinstance(large.views, ViewmakerConfig):
             size = {"base_width": 8, "num_res_blocks": 1}
@@ -103,7 +104,8 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         online = [] if name in {"cifar10", "spoken"} else ["--overlay", "online"]
         for split in ("train", "test"):
             out = directory / "data" / "small" / name / split
-            size = ["--split", split, "--limit", "80", "--workers", "1"]
+            num_samples = 1024 if name == "cifar10_digits" else 80  # the largest batch of a small study
+            size = ["--split", split, "--limit", str(num_samples), "--workers", "1"]
             data_pipeline(["build", *what, *online, *size, "--out", str(out)])
     return directory
 
@@ -120,6 +122,13 @@ def test_every_run_of_a_small_study_can_start_on_its_data(
     for data, batch_size in {(run.data, run.global_batch_size) for run in first.values()}:
         stream = open_stream(data, global_batch_size=batch_size, seed=0, end_step=1)
         assert len(next(iter(stream))) == batch_size
+
+
+def test_large_batches_keep_their_ratios_in_the_small_form() -> None:
+    sizes = [[run.global_batch_size for run in runs_of(name)] for name in ("large_batches", "large_batches_small")]
+    assert sizes[0][::3] == [256, 1024, 4096, 4096]
+    assert sizes[1] == [size // 4 for size in sizes[0][::3]]
+    assert [run.memory.micro_batches for run in runs_of("large_batches_small")] == [1, 1, 1, 4]
 
 
 def test_views_of_the_huang_tables_are_those_of_their_rows() -> None:

@@ -34,6 +34,7 @@ SMALL_STUDY, SMALL_RUN = "_small", "-small"
 # Settings that change results by rounding alone, or the order in which shards are read.
 _FREE = (
     "compile",
+    "cudnn_benchmark",
     "engine",
     "precision",
     "channels_last",
