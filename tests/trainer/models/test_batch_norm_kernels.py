@@ -40,9 +40,13 @@ def test_in_the_interpreter_kernels_are_as_torch_in_float64(check: str, tmp_path
     started = [
         subprocess.Popen(each, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) for each in commands
     ]
-    for process in started:
-        said = process.communicate(timeout=300)[1]
-        assert process.returncode == 0, said
+    try:
+        for process in started:
+            said = process.communicate(timeout=300)[1]
+            assert process.returncode == 0, said
+    finally:
+        for process in started:
+            process.kill()
 
 
 def compiled(kernel: Any, dtype: str, **constants: Any) -> Any:
