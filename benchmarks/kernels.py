@@ -99,7 +99,7 @@ class KernelCounter(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def count_triton(self, kernel: Any, *_: object, **__: object) -> None:
-        """Count the launch of a kernel in Triton; to be called in place of `batch_norm_kernels.launch`."""
+        """Count the launch of a kernel in Triton; to be called in place of `trainer.triton_launch.launch`."""
         self.launches[self.phase][kernel.fn.__name__] += 1
 
     @property
@@ -172,9 +172,10 @@ def count_kernels(config: RunConfig, *, num_ranks: int = 1, batch_size: int | No
     modules = build_modules(config)
     objective = build_run_objective(config, modules.encoder, num_samples=50_000, device=torch.device("cpu"))
     counter = KernelCounter()
-    triton = mock.patch("trainer.models.batch_norm_kernels.launch", counter.count_triton)
+    of_norms = mock.patch("trainer.models.batch_norm_kernels.launch", counter.count_triton)
+    of_views = mock.patch("trainer.views.expert_image_kernels.launch", counter.count_triton)
     backward = mock.patch("torch.autograd.backward", backward_without_a_gpu)
-    with FakeTensorMode(), _autocast_of_a_gpu(), backward, triton:
+    with FakeTensorMode(), _autocast_of_a_gpu(), backward, of_norms, of_views:
         for module in (modules.encoder, modules.view_policy, objective):
             _to_gpu_without_data(module)
         training = assemble(config, modules, objective)

@@ -75,21 +75,10 @@ def crop_boxes(
     return torch.where(none_fits_B1, _middle_boxes(sizes_B2, ratio), _placed(drawn_B2, place_B2, size_B2))
 
 
-def crop_boxes_of_squares(
-    numbers_BN: Tensor, size: int, *, scale: tuple[float, float], ratio: tuple[float, float]
-) -> Tensor:
-    """Return `crop_boxes` of pictures of (size, size) pixels, with fewer operations."""
-    drawn_B2, none_fits_B1, place_B2 = _drawn_sides(numbers_BN, size * size, size, scale, ratio)
-    if ratio[0] <= 1 <= ratio[1]:  # then the largest box is the whole picture
-        return _placed(drawn_B2.masked_fill_(none_fits_B1, size), place_B2, size)
-    sizes_12 = torch.full((1, 2), size, device=numbers_BN.device)
-    return torch.where(none_fits_B1, _middle_boxes(sizes_12, ratio), _placed(drawn_B2, place_B2, size))
-
-
 def _drawn_sides(
     numbers_BN: Tensor,
-    area_B1: Tensor | int,
-    size_B2: Tensor | int,
+    area_B1: Tensor,
+    size_B2: Tensor,
     scale: tuple[float, float],
     ratio: tuple[float, float],
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,14 +87,13 @@ def _drawn_sides(
     area_BT = area_B1 * between(scale, share_BT)
     aspect_BT = torch.exp(between((math.log(ratio[0]), math.log(ratio[1])), aspect_BT))
     side_BT2 = torch.stack([area_BT / aspect_BT, area_BT * aspect_BT], dim=2).sqrt_().round_()
-    longest = size_B2 if isinstance(size_B2, int) else size_B2[:, None]
-    fits_BT = ((side_BT2 > 0) & (side_BT2 <= longest)).all(dim=2)
+    fits_BT = ((side_BT2 > 0) & (side_BT2 <= size_B2[:, None])).all(dim=2)
     fits_B1, first_B1 = fits_BT.to(torch.uint8).max(dim=1, keepdim=True)
     drawn_B2 = side_BT2.gather(1, first_B1[:, :, None].expand(-1, 1, 2))[:, 0]
     return drawn_B2, fits_B1 == 0, place_B2
 
 
-def _placed(side_B2: Tensor, place_B2: Tensor, size_B2: Tensor | int) -> Tensor:
+def _placed(side_B2: Tensor, place_B2: Tensor, size_B2: Tensor) -> Tensor:
     """Return boxes of these sides, (B, 4), of which numbers in [0, 1) give the place."""
     return torch.cat([torch.floor(place_B2 * (size_B2 - side_B2 + 1)), side_B2], dim=1)
 

@@ -1,17 +1,13 @@
-"""Colour jitter and grayscale of a batch of pictures, with amounts and an order for each picture, in two forms.
+"""Colour jitter and grayscale of a batch of pictures, with amounts and an order for each picture.
 
-For CPUs, brightness, contrast and saturation are one formula with different coefficients. So a random order costs six
-cheap passes and a single change of hue. A pass, or a part of it, that changes none of the pictures is left out; the
+Brightness, contrast and saturation are one formula with different coefficients. So a random order costs six cheap
+passes and a single change of hue. On a CPU, a pass, or a part of it, that changes none of the pictures is left out; the
 bits are the same.
-
-At the batch sizes of the papers, launching a kernel takes a GPU longer than running it. So `change_in_few_kernels`
-computes some numbers that a CPU leaves out, if that saves kernels. Brightness, contrast, saturation and grayscale
-multiply the three channels by a 3 x 3 matrix for each picture, and the matrices of all turns are made at once.
 
 The changes of a picture are `factor_B4`: factors of brightness, contrast and saturation (1: unchanged), and the shift
 of hue in turns (0: unchanged). `order_B4` (int64) holds their numbers in the order in which they are applied.
 
-Legend: B samples, C = 3 channels, H rows, W columns, P pixels of a picture, T turns of the colour jitter.
+Legend: B samples, C = 3 channels, H rows, W columns.
 """
 
 from __future__ import annotations
@@ -51,15 +47,20 @@ def blend_(x_BCHW: Tensor, operation_B: Tensor, factor_B: Tensor) -> Tensor:
 
     The reference is black (BRIGHTNESS), the picture's mean luma (CONTRAST) or the luma of each pixel (SATURATION).
     """
-    if not (factor_B != 1).any():
+    if not changes_any(factor_B != 1):
         return x_BCHW.clamp_(0, 1)
     own_B, mean_B = ((1 - factor_B) * (operation_B == operation) for operation in (SATURATION, CONTRAST))
-    if not (own_B.any() or mean_B.any()):
+    if not (changes_any(own_B) or changes_any(mean_B)):
         return x_BCHW.mul_(per_picture(factor_B)).clamp_(0, 1)
     reference_B1HW = luma(x_BCHW)
     mean_B = mean_B * _mean(reference_B1HW)
     reference_B1HW.mul_(per_picture(own_B)).add_(per_picture(mean_B))
     return x_BCHW.mul_(per_picture(factor_B)).add_(reference_B1HW).clamp_(0, 1)
+
+
+def changes_any(amount_B: Tensor) -> bool:
+    """Return whether an amount is not 0; True for other devices than a CPU, because the host would wait for them."""
+    return amount_B.device.type != "cpu" or bool(amount_B.any())
 
 
 def _mean(x_B1HW: Tensor) -> Tensor:
@@ -97,63 +98,3 @@ def shift_hue_(x_BCHW: Tensor, turns_B: Tensor) -> Tensor:
     torch.add(hue_BHW, 1, out=green_BHW).abs_().sub_(1)
     torch.sub(hue_BHW, 1, out=blue_BHW).abs_().sub_(1)
     return x_BCHW.clamp_(0, 1).mul_(span_BHW[:, None]).add_(least_BHW[:, None])
-
-
-def change_in_few_kernels(
-    x_BCHW: Tensor,
-    factor_B4: Tensor | None,
-    order_B4: Tensor | None,
-    gray_B: Tensor | None,
-    *,
-    luma_C: Tensor,
-    identity_CC: Tensor,
-) -> Tensor:
-    """Return the pictures after `jitter_colour_` and grayscale, up to rounding; None for what is switched off.
-
-    Never makes the host wait for the device. `luma_C`, the weights `LUMA`, and a 3 x 3 identity are arguments, because
-    making them takes kernels.
-    """
-    x_BCP = x_BCHW.flatten(2)
-    if factor_B4 is not None and order_B4 is not None:
-        x_BCP = _jitter(x_BCP, factor_B4, order_B4, luma_C, identity_CC)
-    if gray_B is not None:
-        gray_B11 = gray_B[:, None, None].to(x_BCP.dtype)
-        x_BCP = torch.bmm(torch.addcmul(gray_B11 * luma_C, 1 - gray_B11, identity_CC), x_BCP)
-    return x_BCP.view_as(x_BCHW)
-
-
-def _jitter(x_BCP: Tensor, factor_B4: Tensor, order_B4: Tensor, luma_C: Tensor, identity_CC: Tensor) -> Tensor:
-    """Apply the changes in the order of each picture: three turns before the one change of hue, and three after it.
-
-    A turn multiplies a pixel by the factor, and adds a share of its luma (saturation) or of the mean luma (contrast).
-    """
-    rest_B4 = 1 - factor_B4.gather(1, order_B4)
-    is_hue_B4 = order_B4 == HUE
-    num_hues_B4 = is_hue_B4.cumsum(dim=1)  # up to this turn
-    before_B4, after_B4 = rest_B4 * (num_hues_B4 == 0), rest_B4 * (num_hues_B4 > is_hue_B4)
-    rest_TB11 = torch.cat([before_B4[:, :3], after_B4[:, 1:]], dim=1).T[..., None, None]
-    operation_TB11 = torch.cat([order_B4[:, :3], order_B4[:, 1:]], dim=1).T[..., None, None]
-    own_TB1C = rest_TB11 * (operation_TB11 == SATURATION) * luma_C
-    mean_TB1C = rest_TB11 * (operation_TB11 == CONTRAST) * luma_C
-    matrix_TBCC = torch.addcmul(own_TB1C + identity_CC, rest_TB11, identity_CC, value=-1)
-    for turn in range(6):
-        if turn == 3:
-            x_BCP = _shift_hue(x_BCP, factor_B4[:, HUE])
-        reference_B11 = torch.bmm(mean_TB1C[turn], x_BCP.mean(dim=2, keepdim=True))
-        x_BCP = torch.bmm(matrix_TBCC[turn], x_BCP).add_(reference_B11).clamp_(0, 1)
-    return x_BCP
-
-
-def _shift_hue(x_BCP: Tensor, turns_B: Tensor) -> Tensor:
-    """Turn the hue by `turns` of the colour circle, as `shift_hue_` does.
-
-    The trapezoids of the three channels have one shape, a third of the circle (2 of 6 sixths) apart.
-    """
-    red_BP, green_BP, blue_BP = x_BCP.unbind(dim=1)
-    least_BP, most_BP = torch.aminmax(x_BCP, dim=1)
-    hue_BP = x_BCP.sum(dim=1).add_(red_BP, alpha=-2).add_(most_BP).sub_(least_BP, alpha=2)
-    span_BP = most_BP - least_BP
-    hue_BP.div_(span_BP.clamp_min(1e-8)).copysign_(green_BP - blue_BP).add_((6 * turns_B + 3)[:, None])
-    centre_C1 = torch.arange(0.0, 6.0, 2.0, device=x_BCP.device)[:, None]
-    distance_BCP = (hue_BP[:, None] - centre_C1).remainder_(6).sub_(3).abs_()
-    return torch.addcmul(least_BP[:, None], (2 - distance_BCP).clamp_(0, 1), span_BP[:, None])

@@ -20,16 +20,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Annotated, Final, Literal, Self
+from types import ModuleType
+from typing import Annotated, Final, Literal, Self, cast
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from data_pipeline.core.counter_rng import DrawKeys, uniform
-from data_pipeline.core.random_crop import NUM_CROP_NUMBERS, CropLaw, between, crop_boxes, crop_boxes_of_squares
+from data_pipeline.core.counter_rng import DrawKeys, key_starts, uniform
+from data_pipeline.core.random_crop import NUM_CROP_NUMBERS, CropLaw, between, crop_boxes
 from data_pipeline.core.schema import Ascending, PositiveShare, Share
-from trainer.views.colour import HUE, LUMA, NUM_COLOURS, change_in_few_kernels, jitter_colour_, luma
+from trainer.triton_works import triton_works
+from trainer.views.colour import HUE, NUM_COLOURS, changes_any, jitter_colour_, luma
 from trainer.views.inputs import check_pictures, rows_of, without_autocast
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
 from trainer.views.resampling import blur, blur_, crop_and_flip, gaussian_blur_matrix, per_picture, pil_blur_matrix
@@ -52,6 +54,7 @@ _DRAWS = {
     "flip": 1,
 }
 _PURPOSE = 0
+_KERNEL_DEVICE = "cuda"
 
 
 class ExpertImageConfig(BaseViewsConfig):
@@ -181,14 +184,9 @@ class ExpertImage(nn.Module):
     Its draws depend on `keys` alone.
     """
 
-    luma_C: Tensor
-    identity_CC: Tensor
-
     def __init__(self, config: ExpertImageConfig) -> None:
         super().__init__()
         self.config = config
-        self.register_buffer("luma_C", torch.tensor(LUMA), persistent=False)
-        self.register_buffer("identity_CC", torch.eye(3), persistent=False)
 
     def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
         """Return one view of each picture, (B, C, H, W) in [0, 1] like the pictures, not normalised.
@@ -208,12 +206,12 @@ class ExpertImage(nn.Module):
         self.config.check_channels(C)
         draws = draw(self.config, keys, size=(H, W))
         with without_autocast(images_BCHW.device):  # a crop in bfloat16 would lose shades
-            if images_BCHW.device.type != "cpu":
-                return self.apply_draws(images_BCHW, draws, in_few_kernels=True)
+            if images_BCHW.device.type != "cpu" or images_BCHW.requires_grad:
+                return self.apply_draws(images_BCHW, draws)
             # Threads wait for each other after each operation, so several threads get more at a time.
             threads = torch.get_num_threads()
             size = max(1, _VALUES_ON_CPU * (1 if threads == 1 else 16 * threads) // (C * H * W))
-            if size >= B or images_BCHW.requires_grad:
+            if size >= B:
                 return self.apply_draws(images_BCHW, draws)
             # A few at a time, so that their numbers stay in the cache. The bits are those of the whole batch.
             views_BCHW = torch.empty_like(images_BCHW, memory_format=torch.contiguous_format)
@@ -222,51 +220,68 @@ class ExpertImage(nn.Module):
                 views_BCHW[rows] = self.apply_draws(images_BCHW[rows], rows_of(draws, rows))
             return views_BCHW
 
-    def apply_draws(self, images_BCHW: Tensor, draws: ExpertDraws, *, in_few_kernels: bool = False) -> Tensor:
+    def apply_draws(self, images_BCHW: Tensor, draws: ExpertDraws) -> Tensor:
         """Return the views with these parameters, (B, C, H, W) float32 in [0, 1] like the pictures, in new memory.
 
         The order is crop, flip, jitter, grayscale, blur. The published code of the default policy flips last, with the
         same result: a flip commutes with everything except the crop. A blur commutes with grayscale, but not with the
         jitter, which clamps.
 
-        The host reads the draws, and leaves out what changes no picture. With `in_few_kernels`, for GPUs, it reads
-        nothing, so it never waits for the device; the views are the same up to rounding.
+        On a CPU, the host reads the draws, and leaves out what changes no picture. On other devices it reads nothing.
+        Kernels in Triton do the same on a GPU, up to rounding, if the pictures need no gradient.
         """
+        if kernels := _kernels(images_BCHW):
+            return cast("Tensor", kernels.views(images_BCHW, **vars(draws)))
         x_BCHW = crop_and_flip(images_BCHW, draws.box_B4, draws.flip_B)
-        if in_few_kernels:
-            luma_C, identity_CC = (constant.to(x_BCHW) for constant in (self.luma_C, self.identity_CC))
-            x_BCHW = change_in_few_kernels(
-                x_BCHW, draws.factor_B4, draws.order_B4, draws.gray_B, luma_C=luma_C, identity_CC=identity_CC
-            )
-            return x_BCHW if draws.sigma_B is None else blur(x_BCHW, draws.sigma_B, draws.blur_matrix)
         if draws.factor_B4 is not None and draws.order_B4 is not None:
             jitter_colour_(x_BCHW, draws.factor_B4, draws.order_B4)
-        if draws.gray_B is not None and draws.gray_B.any():
+        if draws.gray_B is not None and changes_any(draws.gray_B):
             x_BCHW.lerp_(luma(x_BCHW), per_picture(draws.gray_B.to(x_BCHW.dtype)))
-        return x_BCHW if draws.sigma_B is None else blur_(x_BCHW, draws.sigma_B, draws.blur_matrix)
+        if draws.sigma_B is None:
+            return x_BCHW
+        return (blur_ if x_BCHW.device.type == "cpu" else blur)(x_BCHW, draws.sigma_B, draws.blur_matrix)
 
 
 def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int | tuple[int, int]) -> ExpertDraws:
     """Draw the parameters of one view for each key. `size` is height and width, or one number for both."""
     height, width = (size, size) if isinstance(size, int) else size
+    low, high = config.aspect
+    aspect = config.aspect if height == width else (low * width / height, high * width / height)
+    limits = (1.0, 1.0) if config.blur == "constant" else config.blur_sigma
+    strengths = (config.brightness, config.contrast, config.saturation, config.hue)
+    blur_matrix: Callable[..., Tensor] = pil_blur_matrix
+    if config.blur in ("gaussian", "simclr"):
+        reach = min(height, width) // _SIMCLR_BLUR if config.blur == "simclr" else None
+        blur_matrix = partial(gaussian_blur_matrix, reach=reach)
+    if kernels := _kernels(keys.index_B):
+        drawn = kernels.drawn(
+            key_starts(keys, _PURPOSE),
+            height=height,
+            width=width,
+            area=config.area,
+            aspect=aspect,
+            strengths=strengths,
+            sigma=limits,
+            flip=config.flip_probability,
+            jitter=config.jitter_probability if config.jitters else 0.0,
+            gray=config.grayscale_probability,
+            blurred=config.blur_probability,
+        )
+        return ExpertDraws(**drawn, blur_matrix=blur_matrix)
     numbers = torch.split(uniform(keys, sum(_DRAWS.values()), purpose=_PURPOSE), list(_DRAWS.values()), dim=1)
     u = dict(zip(_DRAWS, numbers, strict=True))
 
     box_B4 = flip_B = factor_B4 = order_B4 = gray_B = sigma_B = None
     if config.area is not None:
-        if height == width:
-            box_B4 = crop_boxes_of_squares(u["crop"], height, scale=config.area, ratio=config.aspect)
-        else:
-            # Without a copy from the host, for which a GPU would wait.
-            sizes_12 = height + (width - height) * torch.arange(2, device=u["crop"].device)[None]
-            low, high = (aspect * width / height for aspect in config.aspect)
-            box_B4 = crop_boxes(u["crop"], sizes_12, scale=config.area, ratio=(low, high))
+        # Without a copy from the host, for which a GPU would wait.
+        sizes_12 = height + (width - height) * torch.arange(2, device=u["crop"].device)[None]
+        box_B4 = crop_boxes(u["crop"], sizes_12, scale=config.area, ratio=aspect)
     if config.flip_probability:
         flip_B = u["flip"][:, 0] < config.flip_probability
     if config.jitters:
         factor_B4 = (2 * u["jitter_factors"] - 1) * (u["jitter"] < config.jitter_probability)
         first = 0
-        for strength, equal in groupby((config.brightness, config.contrast, config.saturation, config.hue)):
+        for strength, equal in groupby(strengths):
             last = first + len(list(equal))
             factor_B4[:, first:last].mul_(strength)
             first = last
@@ -274,11 +289,15 @@ def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int | tuple[int, in
         order_B4 = u["jitter_order"].argsort(dim=1, stable=True)
     if config.grayscale_probability:
         gray_B = u["grayscale"][:, 0] < config.grayscale_probability
-    blur_matrix: Callable[..., Tensor] = pil_blur_matrix
     if config.blur_probability:
-        limits = (1.0, 1.0) if config.blur == "constant" else config.blur_sigma
         sigma_B = between(limits, u["sigma"])[:, 0] * (u["blur"][:, 0] < config.blur_probability)
-        if config.blur in ("gaussian", "simclr"):
-            reach = min(height, width) // _SIMCLR_BLUR if config.blur == "simclr" else None
-            blur_matrix = partial(gaussian_blur_matrix, reach=reach)
     return ExpertDraws(box_B4, flip_B, factor_B4, order_B4, gray_B, sigma_B, blur_matrix)
+
+
+def _kernels(inputs: Tensor) -> ModuleType | None:
+    """Return the module of kernels if inputs are on a GPU and need no gradient, and Triton works; otherwise None."""
+    if inputs.device.type != _KERNEL_DEVICE or inputs.requires_grad or not triton_works():
+        return None
+    from trainer.views import expert_image_kernels
+
+    return expert_image_kernels

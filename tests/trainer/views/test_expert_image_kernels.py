@@ -1,0 +1,128 @@
+"""Kernels of expert views: in the interpreter of Triton on a CPU, compiled for an H100 without one, and on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tests.trainer.views.interpreted_views import CASES, assert_equal_views, keys, pictures
+from trainer.triton_works import triton_works
+from trainer.views import expert_image, expert_image_kernels
+from trainer.views.expert_image import ExpertDraws, ExpertImage, ExpertImageConfig, draw
+
+ROOT = Path(__file__).parents[3]
+needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("check", ["draws", "views"])
+def test_in_the_interpreter_kernels_give_the_views_of_a_cpu(check: str) -> None:
+    command = [sys.executable, "-m", "tests.trainer.views.interpreted_views", check]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_where_triton_does_not_work_torch_makes_the_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, policy = pictures(4, channels=3, height=32, width=32), ExpertImage(ExpertImageConfig())
+    expected = policy(x, keys(4))
+    monkeypatch.setattr(expert_image, "_KERNEL_DEVICE", "cpu")
+    monkeypatch.setattr(expert_image, "triton_works", lambda: False)
+    assert torch.equal(policy(x, keys(4)), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "size"), [("draw", 32), ("change", 32), ("change", 224), ("blur", 32)])
+def test_compiled_for_an_h100_kernels_spill_nothing(name: str, size: int, tmp_path: Path) -> None:
+    kernel = getattr(expert_image_kernels, f"_{name}_kernel")
+    types = {"order_ptr": "*i64", "flip_ptr": "*i1", "gray_ptr": "*i1", "start_ptr": "*i64", "channels": "i32"}
+    four, limits = (0.4,) * 4, (0.2, 1.0)
+    given: dict[str, Any] = {"H": size, "W": size, "ROWS": size, "COLUMNS": size}
+    given |= {"AREA": limits, "ASPECT": limits, "SIGMA": limits, "MIDDLE": four, "STRENGTHS": four, "CHANCES": four}
+    constants = {each: value for each, value in given.items() if each in kernel.arg_names}
+    signature = {each: "constexpr" if each in constants else types.get(each, "*fp32") for each in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    binary = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1 if name == "draw" else 4}
+    ).asm
+    assert not re.search(r"(ld|st)\.local", binary["ptx"])
+    (tmp_path / "kernel.cubin").write_bytes(binary["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    usage = subprocess.run([tool, "-res-usage", tmp_path / "kernel.cubin"], capture_output=True, text=True).stdout
+    registers, stack = (int(re.findall(rf"{word}:(\d+)", usage)[0]) for word in ("REG", "STACK"))
+    assert stack == 0
+    assert registers <= 128  # four programs of 128 threads on each processor
+
+
+def on_the_gpu(draws: ExpertDraws) -> ExpertDraws:
+    tensors: dict[str, Any] = {name: value.cuda() for name, value in vars(draws).items() if isinstance(value, Tensor)}
+    return dataclasses.replace(draws, **tensors)
+
+
+@needs_a_gpu
+@pytest.mark.parametrize(("config", "height", "width", "channels", "num"), CASES)
+def test_on_a_gpu_kernels_give_the_views_of_a_cpu(
+    config: ExpertImageConfig, height: int, width: int, channels: int, num: int
+) -> None:
+    x, draws = (
+        pictures(num, channels=channels, height=height, width=width),
+        draw(config, keys(num), size=(height, width)),
+    )
+    assert triton_works()
+    policy = ExpertImage(config)
+    found, again = (policy.apply_draws(x.cuda(), on_the_gpu(draws)) for _ in range(2))
+    assert torch.equal(found, again)
+    assert_equal_views(found.cpu(), policy.apply_draws(x, draws), config)
+
+
+@needs_a_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [32, 96])
+def test_on_a_gpu_views_are_recorded(size: int, dtype: torch.dtype) -> None:
+    x, policy = pictures(16, channels=3, height=size, width=size).to(dtype), ExpertImage(ExpertImageConfig())
+    on_gpu = x.cuda(), dataclasses.replace(keys(16), index_B=torch.arange(16).cuda())
+    views = policy(*on_gpu)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = policy(*on_gpu)
+    graph.replay()
+    assert torch.equal(recorded, views)
+    # A box is drawn with an exponential, whose rounding may move an edge by a pixel, in a few of a million pictures.
+    tolerance = 1e-4 if dtype == torch.float32 else 2.0**-8
+    torch.testing.assert_close(views.cpu(), policy(x, keys(16)), atol=tolerance, rtol=0)
+
+
+@needs_a_gpu
+@pytest.mark.parametrize(("num", "size"), [(512, 32), (512, 96), (128, 224)])
+def test_speed_on_a_gpu(num: int, size: int) -> None:
+    """The printed TB/s count pictures and views once."""
+    x, config = torch.rand(num, 3, size, size, device="cuda"), ExpertImageConfig()
+    policy, draws = ExpertImage(config), on_the_gpu(draw(config, keys(num), size=size))
+    for name, given in (("crop and colours", dataclasses.replace(draws, sigma_B=None)), ("with blur", draws)):
+        run: Any = torch.cuda.CUDAGraph()
+        policy.apply_draws(x, given)
+        with torch.cuda.graph(run):
+            policy.apply_draws(x, given)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        run.replay()
+        start.record()
+        for _ in range(20):
+            run.replay()
+        end.record()
+        torch.cuda.synchronize()
+        seconds = start.elapsed_time(end) / 20e3
+        speed = 2 * x.numel() * 4 / seconds / 1e12
+        print(f"expert views, {name}, {num} x {size} x {size}: {seconds * 1e6:.0f} us, {speed:.2f} TB/s")
+        assert seconds > 0
