@@ -96,7 +96,7 @@ def check_views() -> None:
 
 def check_draws() -> None:
     """A product that is added at once may differ in its last bit; all else is equal."""
-    tight = ExpertImageConfig(area=(0.9, 1.0), aspect=(1.2, 3.0))  # in many pictures no box fits
+    tight = ExpertImageConfig(area=(0.98, 1.0), aspect=(1.0, 1.6))  # in four of ten pictures no box fits
     never = ExpertImageConfig(jitter_probability=0, grayscale_probability=0, flip_probability=0, blur_probability=0)
     for config, height, width in ((STRONG, 32, 32), (tight, 64, 48), (huang_views("abcde"), 33, 47), (never, 32, 32)):
         for given in (keys(9), dataclasses.replace(keys(3), epoch=3, seed=1 << 40).two_views()):
