@@ -15,6 +15,7 @@ back. Every other operation counts as one launch; some need a second one.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -94,8 +95,11 @@ class KernelCounter(TorchDispatchMode):
             return False if args[0].dtype == torch.bool else 1
         if func is aten.batch_norm_update_stats.default:  # for which torch has no form without data
             return tuple(torch.empty(args[0].shape[1], device=args[0].device) for _ in range(2))
-        if func is aten.convolution.default:  # without a GPU, torch takes a library's layout that a GPU would not take
-            return func(*args, **kwargs).contiguous(memory_format=suggest_memory_format(args[0]))
+        if func is aten.convolution.default:
+            return _in_layout_of(args[0], func(*args, **kwargs))
+        if func is aten.convolution_backward.default:
+            grad, *of_parameters = func(*args, **kwargs)
+            return None if grad is None else _in_layout_of(args[1], grad), *of_parameters
         return func(*args, **kwargs)
 
     def count_triton(self, kernel: Any, *_: object, **__: object) -> None:
@@ -119,6 +123,11 @@ def launches_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> in
     if name == "cat":
         return max(1, math.ceil(len(args[0]) / _TENSORS_OF_A_CAT))
     return _LAUNCHES.get(name, 1)
+
+
+def _in_layout_of(x: Tensor, result: Tensor) -> Tensor:
+    """Return the result of a convolution of `x` in the layout of a GPU; without one, torch takes another."""
+    return result.contiguous(memory_format=suggest_memory_format(x))
 
 
 def _is_tensors(values: Sequence[Any]) -> bool:
@@ -172,10 +181,8 @@ def count_kernels(config: RunConfig, *, num_ranks: int = 1, batch_size: int | No
     modules = build_modules(config)
     objective = build_run_objective(config, modules.encoder, num_samples=50_000, device=torch.device("cpu"))
     counter = KernelCounter()
-    of_norms = mock.patch("trainer.models.batch_norm_kernels.launch", counter.count_triton)
-    of_views = mock.patch("trainer.views.expert_image_kernels.launch", counter.count_triton)
     backward = mock.patch("torch.autograd.backward", backward_without_a_gpu)
-    with FakeTensorMode(), _autocast_of_a_gpu(), backward, of_norms, of_views:
+    with FakeTensorMode(), _autocast_of_a_gpu(), backward, triton_counted(counter):
         for module in (modules.encoder, modules.view_policy, objective):
             _to_gpu_without_data(module)
         training = assemble(config, modules, objective)
@@ -188,6 +195,15 @@ def count_kernels(config: RunConfig, *, num_ranks: int = 1, batch_size: int | No
             finally:
                 liveness.listeners.remove(listener)
     return counter
+
+
+@contextmanager
+def triton_counted(counter: KernelCounter) -> Iterator[None]:
+    """Count launches of kernels in Triton, of all modules that have any."""
+    with contextlib.ExitStack() as stack:
+        for module in ("models.batch_norm_kernels", "views.expert_image_kernels", "views.viewmaker_kernels"):
+            stack.enter_context(mock.patch(f"trainer.{module}.launch", counter.count_triton))
+        yield
 
 
 @contextmanager

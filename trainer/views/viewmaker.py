@@ -11,7 +11,8 @@ Options: the network can see a smaller picture (`downsample_to`). It can be kept
 picture (`mask`), and it can change only some of the views (`dropout_rate`).
 
 Some convolutions are computed in another order than in the paper, with equal results: see `upsample_convolve` and
-`convolve_large_kernel`.
+`convolve_large_kernel`. In bfloat16 or float16 on a GPU, all maps are channels_last, and kernels in Triton make borders
+and norms (`viewmaker_kernels`). Otherwise, and if Triton does not work here, torch's layers run.
 
 Legend: B samples, C channels, H rows, W columns, I and O input and output channels, K kernel size.
 """
@@ -32,6 +33,7 @@ from data_pipeline.core.counter_rng import DrawKeys, uniform, uniforms
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
 from data_pipeline.core.schema import ImageSize, PositiveShare
 from trainer.models.activation_checkpointing import Checkpointing, run_blocks
+from trainer.triton_works import triton_works
 from trainer.views.expert_audio import Waveform, WaveformConfig, clean_spectrogram
 from trainer.views.inputs import check_pictures
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
@@ -165,6 +167,40 @@ def attacked_views(keys: DrawKeys, *, rate: float, pairing: Pairing = "independe
     return second_B if keys.view & 1 else first_B
 
 
+_KERNEL_DEVICE = "cuda"
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _triton_works() -> bool:
+    return triton_works()
+
+
+def _has_kernels(x: Tensor) -> bool:
+    return x.device.type == _KERNEL_DEVICE and x.dtype in _KERNEL_DTYPES and _triton_works()
+
+
+def _as_convolved(x: Tensor) -> Tensor:
+    """Return float32 in the dtype in which autocast convolves it, if there are kernels for that."""
+    if x.device.type != _KERNEL_DEVICE or x.dtype != torch.float32 or not torch.is_autocast_enabled(_KERNEL_DEVICE):
+        return x
+    half = x.to(torch.get_autocast_dtype(_KERNEL_DEVICE))
+    return half if _has_kernels(half) else x
+
+
+def _with_border(x_BCHW: Tensor, border: int, *, repeat_edge: bool = False) -> Tensor:
+    """Mirror the pixels at each edge, without the edge or, for a border of one pixel, the edge itself."""
+    if _has_kernels(x_BCHW):
+        from trainer.views import viewmaker_kernels  # not at the top: Triton is large, and not on every system
+
+        padded_BCHW: Tensor = viewmaker_kernels.pad(x_BCHW, border, repeat_edge)
+        return padded_BCHW
+    if repeat_edge and torch.compiler.is_compiling():  # torch 2.11 compiles its backward pass with wrong strides
+        x_BCHW = torch.cat([x_BCHW[:, :, :1], x_BCHW, x_BCHW[:, :, -1:]], dim=2)
+        return torch.cat([x_BCHW[..., :1], x_BCHW, x_BCHW[..., -1:]], dim=3)
+    return F.pad(x_BCHW, (border,) * 4, mode="replicate" if repeat_edge else "reflect")
+
+
 def upsample_convolve(x_BIHW: Tensor, weight_OIKK: Tensor) -> Tensor:
     """Repeat every pixel 2 x 2, pad by one reflected pixel, convolve 3 x 3: (B, I, H, W) to (B, O, 2H, 2W).
 
@@ -173,18 +209,10 @@ def upsample_convolve(x_BIHW: Tensor, weight_OIKK: Tensor) -> Tensor:
     edge of the small map.
     """
     taps_OIKK = F.avg_pool2d(weight_OIKK, 2, stride=1, padding=1, divisor_override=1)  # a sum: divided by 1
-    padded_BIHW = _with_edges(x_BIHW)
+    padded_BIHW = _with_border(x_BIHW, 1, repeat_edge=True)
     if x_BIHW.device.type == "cpu" and weight_OIKK.shape[0] <= _FEW_CHANNELS:
         padded_BIHW = padded_BIHW.contiguous(memory_format=torch.channels_last)
     return F.conv_transpose2d(padded_BIHW, taps_OIKK.flip(2, 3).transpose(0, 1), stride=2, padding=3)
-
-
-def _with_edges(x_BIHW: Tensor) -> Tensor:
-    """Repeat the pixels of each edge once, (B, I, H + 2, W + 2)."""
-    if torch.compiler.is_compiling():  # torch 2.11 compiles the backward pass of the padding with wrong strides
-        x_BIHW = torch.cat([x_BIHW[:, :, :1], x_BIHW, x_BIHW[:, :, -1:]], dim=2)
-        return torch.cat([x_BIHW[..., :1], x_BIHW, x_BIHW[..., -1:]], dim=3)
-    return F.pad(x_BIHW, (1, 1, 1, 1), mode="replicate")
 
 
 def convolve_large_kernel(x_BIHW: Tensor, weight_OIKK: Tensor) -> Tensor:
@@ -194,7 +222,7 @@ def convolve_large_kernel(x_BIHW: Tensor, weight_OIKK: Tensor) -> Tensor:
     stride 2. Its K + 1 x K + 1 kernels are the same kernel at the four places. A processor's vector lanes hold 8 or 16
     channels; 3 output channels would leave most of them empty.
     """
-    padded_BIHW = F.pad(x_BIHW, (weight_OIKK.shape[-1] // 2,) * 4, mode="reflect")
+    padded_BIHW = _with_border(x_BIHW, weight_OIKK.shape[-1] // 2)
     if x_BIHW.device.type != "cpu":
         return F.conv2d(padded_BIHW, weight_OIKK)
     padded_BIHW = padded_BIHW.contiguous(memory_format=torch.channels_last)
@@ -203,6 +231,18 @@ def convolve_large_kernel(x_BIHW: Tensor, weight_OIKK: Tensor) -> Tensor:
     places = [F.pad(weight_OIKK, (right, 1 - right, down, 1 - down)) for down in (0, 1) for right in (0, 1)]
     kernels_XIKK = torch.stack(places, dim=1).flatten(0, 1)  # X = 4 O; kernels of K + 1 x K + 1
     return F.pixel_shuffle(F.conv2d(padded_BIHW, kernels_XIKK, stride=2), 2)
+
+
+def _convolve(x_BIHW: Tensor, weight_OIKK: Tensor, resize: Literal["down", "up"] | None = None) -> Tensor:
+    """Convolve with reflection padding. If there are kernels, weights of 0 fill O and I up to multiples of 8."""
+    O, I = weight_OIKK.shape[:2]  # noqa: E741
+    if _has_kernels(x_BIHW) and (O % 8 or I % 8):
+        weight_OIKK = F.pad(weight_OIKK, (0, 0, 0, 0, 0, -I % 8, 0, -O % 8))
+    if resize == "up":
+        return upsample_convolve(x_BIHW, weight_OIKK)
+    if weight_OIKK.shape[-1] == _LARGE_KERNEL:
+        return convolve_large_kernel(x_BIHW, weight_OIKK)
+    return F.conv2d(_with_border(x_BIHW, weight_OIKK.shape[-1] // 2), weight_OIKK, stride=2 if resize == "down" else 1)
 
 
 class ConvNorm(nn.Module):
@@ -221,17 +261,22 @@ class ConvNorm(nn.Module):
         self.norm = nn.InstanceNorm2d(out_channels, affine=True)
         self.resize = resize
 
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        weight = self.conv.weight
-        if self.resize == "up":
-            y_BCHW = upsample_convolve(x_BCHW, weight)
-        elif weight.shape[-1] == _LARGE_KERNEL:
-            y_BCHW = convolve_large_kernel(x_BCHW, weight)
-        else:
-            padded_BCHW = F.pad(x_BCHW, (weight.shape[-1] // 2,) * 4, mode="reflect")
-            y_BCHW = F.conv2d(padded_BCHW, weight, stride=2 if self.resize == "down" else 1)
+    def forward(self, x_BCHW: Tensor, residual_BCHW: Tensor | None = None, noise_BHW: Tensor | None = None) -> Tensor:
+        """Return the ReLU of the normalised map, or its sum with a residual, and append the noise, if there is any."""
+        norm = self.norm
+        y_BCHW = _convolve(x_BCHW, self.conv.weight, self.resize)
+        if _has_kernels(y_BCHW):
+            from trainer.views import viewmaker_kernels
+
+            y_BCHW = y_BCHW.contiguous(memory_format=torch.channels_last)  # as it is, unless torch has no such form
+            out_BCHW: Tensor = viewmaker_kernels.normalise(
+                y_BCHW, norm.weight, norm.bias, residual_BCHW, noise_BHW, norm.eps
+            )[0]
+            return out_BCHW
         # With one channel in each group, group norm is instance norm; it is twice as fast if the map is contiguous.
-        return F.group_norm(y_BCHW.contiguous(), y_BCHW.shape[1], self.norm.weight, self.norm.bias, self.norm.eps)
+        y_BCHW = F.group_norm(y_BCHW.contiguous(), y_BCHW.shape[1], norm.weight, norm.bias, norm.eps)
+        y_BCHW = F.relu(y_BCHW) if residual_BCHW is None else residual_BCHW + y_BCHW
+        return y_BCHW if noise_BHW is None else append_channel(y_BCHW, noise_BHW)
 
 
 class Residual(nn.Module):
@@ -242,9 +287,10 @@ class Residual(nn.Module):
         self.first = ConvNorm(num_channels, num_channels, kernel_size=3)
         self.second = ConvNorm(num_channels, num_channels, kernel_size=3)
 
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        change_BCHW: Tensor = self.second(F.relu(self.first(x_BCHW)))
-        return x_BCHW + change_BCHW
+    def forward(self, x_BCHW: Tensor, noise_BHW: Tensor | None = None) -> Tensor:
+        """Return the sum, with the channel of noise of the next block, if there is one."""
+        out_BCHW: Tensor = self.second(self.first(x_BCHW), x_BCHW, noise_BHW)
+        return out_BCHW
 
 
 class Viewmaker(nn.Module):
@@ -335,24 +381,26 @@ class Viewmaker(nn.Module):
         (noise_BHW,) = draw_noise(keys, H, W, layers=range(1))
         noise_of_blocks_LBHW = draw_noise(keys, H // _STRIDE, W // _STRIDE, layers=range(1, 1 + len(self.blocks)))
         learns = self.out.weight.requires_grad  # an argument, because the compiler does not see this flag change
-        return self._layers(append_channel(x_BCHW, noise_BHW), noise_of_blocks_LBHW, learns)
+        return self._layers(_as_convolved(append_channel(x_BCHW, noise_BHW)), noise_of_blocks_LBHW, learns)
 
     def _run_layers(self, x_BCHW: Tensor, noise_of_blocks_LBHW: Tensor, learns: bool) -> Tensor:
         """Return the perturbations before the budget, from pictures with their channel of noise."""
 
-        def rectified(conv_norm: nn.Module) -> Callable[[Tensor], Tensor]:
-            return lambda x_BCHW: F.relu(conv_norm(x_BCHW))
+        def called(layer: nn.Module, noise_BHW: Tensor | None) -> Callable[[Tensor], Tensor]:
+            return lambda x_BCHW: layer(x_BCHW, noise_BHW=noise_BHW)
 
-        def noisy(noise_BHW: Tensor, block: nn.Module) -> Callable[[Tensor], Tensor]:
-            return lambda x_BCHW: block(append_channel(x_BCHW, noise_BHW))
-
-        blocks = [rectified(conv_norm) for conv_norm in self.stem]
-        blocks += [noisy(noise, block) for noise, block in zip(noise_of_blocks_LBHW, self.blocks, strict=True)]
-        blocks += [rectified(conv_norm) for conv_norm in self.upsample]
+        layers = [*self.stem, *self.blocks, *self.upsample]
+        noises = [None, None, *noise_of_blocks_LBHW, None, None, None]  # each appended by the layer before its block
+        blocks = [called(layer, noise_BHW) for layer, noise_BHW in zip(layers, noises, strict=True)]
         checkpointing = self.checkpointing if self.training else "none"
         assert self.out.bias is not None
         x_BCHW = run_blocks(blocks, x_BCHW, checkpointing=checkpointing)
-        r_BCHW = convolve_large_kernel(x_BCHW, self.out.weight) + self.out.bias[:, None, None]
+        r_BCHW = _convolve(x_BCHW, self.out.weight)
+        if _has_kernels(r_BCHW):
+            from trainer.views import viewmaker_kernels
+
+            r_BCHW = viewmaker_kernels.fold(r_BCHW, len(self.out.bias), 0, False)  # without the filled channels
+        r_BCHW = r_BCHW + self.out.bias[:, None, None]
         if not learns:
             return r_BCHW
         unused = [module.conv.bias for module in self.modules() if isinstance(module, ConvNorm)]

@@ -1,0 +1,180 @@
+"""Check the kernels of the viewmaker on a CPU, in the interpreter of Triton, against torch in float64.
+
+    TRITON_INTERPRET=1 python -m tests.trainer.views.interpreted_viewmaker CHECK
+
+Triton reads the variable when it is imported, so this is a process of its own; `test_viewmaker_kernels.py` starts it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from data_pipeline.core.counter_rng import DrawKeys
+from trainer.triton_launch import launch
+from trainer.views import viewmaker, viewmaker_kernels
+from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
+
+EPS = 1e-5
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+# Of a map: the first layer's, an inner one's with 136 channels, odd ones, and more pixels than a tile has.
+SHAPES = [(2, 4, 12, 8), (1, 136, 8, 8), (3, 24, 5, 7), (2, 40, 16, 24)]
+
+
+@contextmanager
+def on_the_cpu() -> Iterator[mock.Mock]:
+    """Let kernels take float32 of a CPU, too; yields what counts their launches."""
+    counted = mock.patch.object(viewmaker_kernels, "launch", wraps=launch)
+    with (
+        mock.patch.object(viewmaker, "_KERNEL_DEVICE", "cpu"),
+        mock.patch.object(viewmaker, "_KERNEL_DTYPES", tuple(ROUNDING)),
+        counted as launches,
+    ):
+        yield launches
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+    values = torch.randn(shape) * scale + 3
+    return values.to(dtype).contiguous(memory_format=torch.channels_last) if len(shape) == 4 else values
+
+
+def assert_near(found: Tensor, expected: Tensor, rtol: float, case: object, least: float = 0) -> None:
+    """The distance is at most `rtol` of the norm of what is expected, or of `least`."""
+    away = float((found.detach().double() - expected).norm()) / max(float(expected.detach().norm()), least)
+    assert away <= rtol, f"{case}: {away:.1e} away"
+
+
+def check_borders() -> None:
+    """Values are those of torch, bit for bit, and gradients those in float64; also of a tensor that is not dense."""
+    for shape in SHAPES:
+        for border, repeat_edge in [(1, False), (4, False), (1, True)]:
+            for dtype in (torch.float32, torch.bfloat16):
+                torch.manual_seed(0)
+                case = shape, border, repeat_edge, dtype
+                for x in (drawn(*shape, dtype=dtype), drawn(*shape, dtype=dtype).contiguous()[:, :3, :, 1:]):
+                    x = x.detach().requires_grad_()
+                    mode = "replicate" if repeat_edge else "reflect"
+                    exact = x.detach().double().requires_grad_()
+                    expected = F.pad(exact, (border,) * 4, mode=mode)
+                    found = viewmaker_kernels.pad(x, border, repeat_edge)
+                    C = x.shape[1]
+                    assert found.is_contiguous(memory_format=torch.channels_last), case
+                    assert found.shape[1] % 8 == 0, case
+                    assert torch.equal(found[:, :C].double(), expected), case
+                    assert not found[:, C:].any(), case
+                    grad = drawn(*found.shape, dtype=dtype)
+                    torch.autograd.backward(found, grad)
+                    torch.autograd.backward(expected, grad[:, :C].double())
+                    assert x.grad is not None
+                    assert exact.grad is not None
+                    assert_near(x.grad, exact.grad, ROUNDING[dtype], case)
+
+
+def check_norms() -> None:
+    """Output and all gradients, with a ReLU or a residual, with and without noise, and with filled channels."""
+    for number, shape in enumerate(SHAPES):
+        for dtype, mean in [(torch.float32, 0), (torch.float32, 1000), (torch.bfloat16, 0), (torch.float16, 0)]:
+            for with_residual, with_noise in [(False, False), (False, True), (True, False), (True, True)]:
+                torch.manual_seed(number)
+                B, C, H, W = shape
+                C -= number  # so many channels are only filled
+                case = shape, dtype, mean, with_residual, with_noise
+                y, residual = drawn(*shape, dtype=dtype), drawn(*shape, dtype=dtype)
+                if mean:
+                    y += mean
+                y[:, C:] = residual[:, C:] = 0
+                noise = torch.rand(B, H, W) if with_noise else None
+                given = [y, torch.rand(C) + 0.5, torch.randn(C), residual]
+                leaves = [each.detach().requires_grad_() for each in given]
+                found, stats = viewmaker_kernels.normalise(
+                    *leaves[:3], leaves[3] if with_residual else None, noise, EPS
+                )
+                assert found.dtype == dtype
+                assert found.shape[1] % 8 == 0
+                assert found.is_contiguous(memory_format=torch.channels_last)
+                # Contiguous, because for one sample torch's gradients of other layouts are wrong.
+                parts = [each[:, :C].contiguous() if each.dim() == 4 else each for each in given]
+                exact = [each.detach().double().requires_grad_() for each in parts]
+                expected = F.instance_norm(exact[0], weight=exact[1], bias=exact[2], eps=EPS)
+                grad = drawn(*found.shape, dtype=dtype)
+                exact_grad = grad[:, :C].double().contiguous()
+                if with_residual:
+                    expected = expected + exact[3]
+                else:  # rounding may move a value over 0
+                    expected, exact_grad = expected.relu(), exact_grad * (found[:, :C] > 0)
+                rtol = 1e-4 if mean else ROUNDING[dtype]
+                assert_near(found[:, :C], expected.detach(), rtol, case)
+                assert_near(stats[:, 0], exact[0].detach().mean((2, 3)), 1e-6, case)
+                extra = found[:, C:].clone()
+                if noise is not None:
+                    assert_near(extra[:, 0], noise, ROUNDING[dtype], case)
+                    extra[:, 0] = 0
+                assert not extra.any(), case
+                torch.autograd.backward(found, grad)
+                torch.autograd.backward(expected, exact_grad)
+                for leaf, other in zip(leaves[: 3 + with_residual], exact, strict=False):
+                    assert leaf.grad is not None
+                    assert other.grad is not None
+                    own = leaf.grad[:, :C] if leaf.dim() == 4 else leaf.grad
+                    assert_near(own, other.grad, 5e-3 if mean else max(rtol, 1e-5), case)
+                assert leaves[0].grad is not None
+                assert not leaves[0].grad[:, C:].any(), case  # a norm hands on nothing of what is only filled
+
+
+def network(channels: int, width: int, dtype: torch.dtype) -> Viewmaker:
+    torch.manual_seed(0)
+    config = ViewmakerConfig(base_width=width, num_res_blocks=2, clamp=False)
+    network = Viewmaker(config, image_channels=channels).to(dtype)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(torch.randn(parameter.shape).to(dtype), alpha=0.1)
+    return network
+
+
+def passed(network: Viewmaker, x: Tensor, target: Tensor) -> list[Tensor]:
+    """Return views and the gradients of pictures and parameters."""
+    x = x.detach().requires_grad_()
+    keys = DrawKeys(seed=0, epoch=0, index_B=torch.arange(len(x)), view=0)
+    views = network(x, keys)
+    torch.autograd.backward((views * target).sum())
+    return [views.detach(), *(each.grad for each in (x, *network.parameters()) if each.grad is not None)]
+
+
+def check_network() -> None:
+    """A whole viewmaker of pictures, of spectrograms; recomputed in the backward pass, and compiled into one graph."""
+    for channels, width, form in [(3, 6, "plain"), (1, 8, "plain"), (3, 6, "checkpointed"), (3, 6, "compiled")]:
+        exact, ours = network(channels, width, torch.float64), network(channels, width, torch.float32)
+        torch.manual_seed(1)
+        x, target = torch.rand(2, channels, 12, 16), torch.randn(2, channels, 12, 16)
+        expected = passed(exact, x.double(), target.double())
+        if form == "checkpointed":
+            ours.checkpointing = 2
+        elif form == "compiled":
+            ours.compile_layers(backend="aot_eager", fullgraph=True)
+            with on_the_cpu():
+                passed(ours, x, target)
+            ours.zero_grad()
+        with on_the_cpu() as launches:
+            found = passed(ours, x, target)
+        num_layers = 3 + 2 * 2 + 2
+        forwards = 2 if form == "checkpointed" else 1
+        # A border and a norm for each layer; a border and a cut for the last convolution; each with its gradient.
+        assert launches.call_count == (1 + forwards) * 2 * num_layers + 4, (form, launches.call_count)
+        assert len(found) == len(expected)
+        # The shift of a norm before another norm has no effect, so its gradient is a rounding error.
+        least = max(float(each.norm()) for each in expected[2:]) / 100
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_near(one, other, 1e-4, (channels, form, number), 0 if number < 2 else least)
+            assert other.any() or not one.any(), (channels, form, number)
+
+
+CHECKS: dict[str, Callable[[], None]] = {"borders": check_borders, "norms": check_norms, "network": check_network}
+
+if __name__ == "__main__":
+    CHECKS[sys.argv[1]]()

@@ -1,0 +1,209 @@
+"""The viewmaker's kernels: interpreted on a CPU, compiled for an H100, on tensors without data, and on a GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from benchmarks.kernels import (
+    GPU,
+    KernelCounter,
+    _autocast_of_a_gpu,
+    _to_gpu_without_data,
+    backward_without_a_gpu,
+    triton_counted,
+)
+from data_pipeline.core.counter_rng import DrawKeys
+from tests.trainer.views import interpreted_viewmaker
+from trainer.views import viewmaker, viewmaker_kernels
+from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
+
+ROOT = Path(__file__).parents[3]
+needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("check", ["borders", "norms", "network"])
+def test_in_the_interpreter_kernels_are_as_torch_in_float64(check: str) -> None:
+    command = [sys.executable, "-m", "tests.trainer.views.interpreted_viewmaker", check]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+# Of the published network: a layer of 64 channels, and a residual block with its channel of noise.
+BORDERS = [
+    {"C": 64, "H": 16, "W": 16, "OUT": 64, "BORDER": 1, "REPEAT": 0},
+    {"C": 136, "H": 8, "W": 8, "OUT": 136, "BORDER": 1, "REPEAT": 1},
+]
+NORMS = [{"PIXELS": 256, "C": 64, "IN": 64, "OUT": 64}, {"PIXELS": 64, "C": 129, "IN": 136, "OUT": 136}]
+CASES = [
+    *[("pad", {**b, "STEP_B": b["C"] * b["H"] * b["W"], "STEP_C": 1, "STEP_H": b["C"] * b["W"], "STEP_W": b["C"]})
+      for b in BORDERS],
+    *[("fold", border) for border in BORDERS],
+    *[("normalise", {**norm, "RESIDUAL": flag, "NOISE": flag}) for norm in NORMS for flag in (False, True)],
+    *[("normalise_gradient", {**norm, "RELU": flag}) for norm in NORMS for flag in (False, True)],
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "constants"), CASES)
+def test_compiled_for_an_h100_kernels_read_and_write_16_bytes_at_once_and_spill_nothing(
+    name: str, constants: dict[str, Any], tmp_path: Path
+) -> None:
+    kernel = getattr(viewmaker_kernels, f"_{name}_kernel")
+    constants = {**constants, "ROWS": 64, "TILE": 32}
+    of_maps = {f"{each}_ptr" for each in ("x", "out", "grad", "grad_x", "y", "residual", "grad_y", "padded")}
+    signature, attributes = {}, {}
+    for number, argument in enumerate(kernel.arg_names):
+        pointer = "*bf16" if argument in of_maps else "*fp32"
+        scalar = "fp32" if argument == "eps" else "i32"
+        signature[argument] = "constexpr" if argument in constants else pointer if "_ptr" in argument else scalar
+        if "_ptr" in argument:
+            attributes[(number,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm
+    assert re.search(r"(ld\.global|cp\.async\.c[ag]\.shared\.global).*(v4\.b32|0x10)", binary["ptx"])
+    assert "st.global.v4.b32" in binary["ptx"]
+    assert not re.search(r"[ls]t\.global\.b16|(ld|st)\.local", binary["ptx"])
+    (tmp_path / "kernel.cubin").write_bytes(binary["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    usage = subprocess.run([tool, "-res-usage", tmp_path / "kernel.cubin"], capture_output=True, text=True).stdout
+    registers, stack = (int(re.findall(rf"{word}:(\d+)", usage)[0]) for word in ("REG", "STACK"))
+    assert stack == 0
+    assert registers <= 80  # three programs of 256 threads on each processor
+
+
+class Walk(KernelCounter):  # type: ignore[no-untyped-call]
+    """Counts the launches of a pass, and notes maps of `num_samples` samples in half precision in another layout."""
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__()
+        self._num_samples = num_samples
+        self.maps: list[str] = []
+        self.elsewhere: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        results = super().__torch_dispatch__(func, types, args, kwargs)
+        for result in tree_leaves([results, args]):
+            if self._is_map(result):
+                self.maps.append(str(func))
+                if not result.is_contiguous(memory_format=torch.channels_last):
+                    self.elsewhere.append(f"{func} {tuple(result.shape)} {result.stride()}")
+        return results
+
+    def _is_map(self, value: Any) -> bool:
+        """Return whether something is a map of the network, not a picture or a perturbation of few channels."""
+        is_on_gpu = isinstance(value, Tensor) and value.is_cuda and value.dtype == torch.bfloat16
+        return is_on_gpu and value.dim() == 4 and len(value) == self._num_samples and value.shape[1] >= 8
+
+
+def walked(*, channels: int, size: int) -> Walk:
+    """Return what a published viewmaker launches for one forward and backward pass, on tensors without data."""
+    network, num = Viewmaker(ViewmakerConfig(clamp=False), image_channels=channels), 24
+    with FakeTensorMode(), _autocast_of_a_gpu(), torch.autocast("cuda", torch.bfloat16):
+        _to_gpu_without_data(network)
+        keys = DrawKeys(seed=0, epoch=0, index_B=torch.empty(num, dtype=torch.int64, device=GPU), view=0)
+        images = torch.empty(num, channels, size, size, device=GPU)
+        walk = Walk(num)
+        with walk, triton_counted(walk):
+            walk.phase = "views"
+            deltas = network.deltas(images, keys)
+            walk.phase = "backward"
+            with torch.autocast("cuda", enabled=False):
+                backward_without_a_gpu((deltas * deltas).sum())
+    return walk
+
+
+@pytest.mark.parametrize(("channels", "size"), [(3, 32), (1, 64)])
+def test_every_map_stays_channels_last_on_a_gpu(channels: int, size: int) -> None:
+    walk = walked(channels=channels, size=size)
+    assert walk.elsewhere == []
+    assert {"aten.convolution.default", "aten.convolution_backward.default"} <= set(walk.maps)
+    launches = walk.launches["views"] + walk.launches["backward"]
+    num_layers = 11  # with a norm; a twelfth convolution has none
+    assert launches["_normalise_kernel"] == launches["_normalise_gradient_kernel"] == num_layers
+    assert launches["_pad_kernel"] == launches["_fold_kernel"] + 1 == num_layers + 2  # pictures have no gradient
+    assert walk.total <= 240
+
+
+@needs_a_gpu
+@pytest.mark.parametrize("check", ["borders", "norms"])
+def test_on_a_gpu_kernels_are_as_torch_in_float64(check: str) -> None:
+    with torch.device("cuda"):
+        interpreted_viewmaker.CHECKS[check]()
+
+
+def passed_on_a_gpu(network: Viewmaker, x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Return deltas and the parameters' gradients, under autocast if `dtype` is half."""
+    network = network.to("cuda", torch.promote_types(dtype, torch.float32))
+    network.zero_grad()
+    keys = DrawKeys(seed=0, epoch=0, index_B=torch.arange(len(x), device="cuda"), view=0)
+    with torch.autocast("cuda", dtype=dtype, enabled=dtype.itemsize == 2):
+        deltas = network.deltas(x.to("cuda", network.out.weight.dtype), keys)
+    torch.autograd.backward((deltas * x.cuda().roll(1, 0)).sum())
+    return [deltas.detach(), *(each.grad.clone() for each in network.parameters() if each.grad is not None)]
+
+
+@needs_a_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("channels", "size"), [(3, 32), (1, 64)])
+def test_on_a_gpu_a_viewmaker_is_as_near_to_float64_as_with_torchs_layers(
+    channels: int, size: int, dtype: torch.dtype
+) -> None:
+    network = Viewmaker(ViewmakerConfig(clamp=False), image_channels=channels)
+    x = torch.rand(16, channels, size, size, generator=torch.Generator().manual_seed(0))
+    found, again = (passed_on_a_gpu(network, x, dtype) for _ in range(2))
+    assert all(map(torch.equal, found, again))
+    with mock.patch.object(viewmaker, "_KERNEL_DTYPES", ()):
+        plain = passed_on_a_gpu(network, x, dtype)
+        exact = passed_on_a_gpu(network, x, torch.float64)
+    for number, (one, other, expected) in enumerate(zip(found, plain, exact, strict=True)):
+        assert (one - expected).norm() <= 2 * (other - expected).norm() + 1e-3 * expected.norm(), number
+
+
+@needs_a_gpu
+def test_speed_on_a_gpu() -> None:
+    """Print TB/s of each kernel, each tensor counted once, and the milliseconds of a pass with and without them."""
+    kernels = viewmaker_kernels
+    for C, H, border, repeat_edge in [(32, 32, 4, False), (128, 8, 1, False), (64, 16, 1, True)]:
+        y = torch.randn(512, C, H, H, device="cuda").bfloat16().contiguous(memory_format=torch.channels_last)
+        weight, bias = torch.rand(2, C, device="cuda").unbind()
+        padded = kernels.pad(y, border, repeat_edge)
+        out, stats = kernels.normalise(y, weight, bias, None, None, 1e-5)
+        both = y.nbytes + padded.nbytes
+        calls: list[tuple[str, int, Callable[..., Any]]] = [
+            ("pad", both, partial(kernels.pad, y, border, repeat_edge)),
+            ("gradient of pad", both, partial(kernels.fold, padded, C, border, repeat_edge)),
+            ("norm, ReLU", 2 * y.nbytes, partial(kernels.normalise, y, weight, bias, None, None, 1e-5)),
+            ("norm, add", 3 * y.nbytes, partial(kernels.normalise, y, weight, bias, y, None, 1e-5)),
+            ("its gradient", 3 * y.nbytes, partial(kernels._normalise_gradient, out, y, weight, bias, stats, True)),
+        ]
+        for name, num_bytes, call in calls:
+            seconds = triton.testing.do_bench(call) / 1e3
+            print(f"viewmaker, 512x{C}x{H}x{H}, {name}: {num_bytes / seconds / 1e12:.2f} TB/s, {seconds * 1e6:.1f} us")
+            assert seconds > 0
+    network = Viewmaker(ViewmakerConfig(), image_channels=3)
+    x = torch.rand(512, 3, 32, 32)
+    for name, dtypes in {"kernels": (torch.bfloat16,), "torch's layers": ()}.items():
+        with mock.patch.object(viewmaker, "_KERNEL_DTYPES", dtypes):
+            milliseconds = triton.testing.do_bench(lambda: passed_on_a_gpu(network, x, torch.bfloat16))
+        print(f"measured: viewmaker, forward and backward, 512 pictures, {name}: {milliseconds:.2f} ms")
