@@ -103,7 +103,7 @@ def uniform(keys: DrawKeys, num: int, *, purpose: int) -> torch.Tensor:
 
 def uniforms(keys: DrawKeys, num: int, *, purposes: Sequence[int]) -> torch.Tensor:
     """Return (P, B, num) numbers: `uniform` for each of P purposes, with as many operations as for one."""
-    bits = _hash(_mix(torch.cat([key_starts(keys, purpose) for purpose in purposes])), num)
+    bits = _hash(_mix(torch.cat([_start(keys, purpose) for purpose in purposes])), num)
     return _below_one(bits).view(len(purposes), -1, num)
 
 
@@ -185,11 +185,11 @@ def _to_float(numbers: NDArray[np.uint32]) -> NDArray[np.float32]:
 
 
 def _key(keys: DrawKeys, purpose: int) -> torch.Tensor:
-    return _mix(key_starts(keys, purpose))
+    return _mix(_start(keys, purpose))
 
 
-def key_starts(keys: DrawKeys, purpose: int) -> torch.Tensor:
-    """Return (B,) int64, whose hash is the key of each row."""
+def _start(keys: DrawKeys, purpose: int) -> torch.Tensor:
+    """Return what `_mix` turns into the key of each row."""
     if keys.recorded_epoch is not None:
         view = keys.view if keys.is_next_B is None else keys.is_next_B + keys.view
         return keys.index_B + _mix_epoch(keys.seed, keys.recorded_epoch, view, purpose)

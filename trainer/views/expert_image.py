@@ -27,7 +27,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from data_pipeline.core.counter_rng import DrawKeys, key_starts, uniform
+from data_pipeline.core.counter_rng import DrawKeys, uniform
 from data_pipeline.core.random_crop import NUM_CROP_NUMBERS, CropLaw, between, crop_boxes
 from data_pipeline.core.schema import Ascending, PositiveShare, Share
 from trainer.triton_works import triton_works
@@ -255,7 +255,7 @@ def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int | tuple[int, in
         blur_matrix = partial(gaussian_blur_matrix, reach=reach)
     if kernels := _kernels(keys.index_B):
         drawn = kernels.drawn(
-            key_starts(keys, _PURPOSE),
+            keys,
             height=height,
             width=width,
             area=config.area,

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from data_pipeline.core.counter_rng import DrawKeys
 from trainer.triton_launch import launch
 from trainer.views.colour import CONTRAST, HUE, LUMA, SATURATION
 from trainer.views.resampling import blur, pil_blur_matrix
@@ -28,6 +29,7 @@ _PIXELS: tl.constexpr = tl.constexpr(512)  # of a picture that the threads of a 
 _CONTRAST: tl.constexpr = tl.constexpr(CONTRAST)
 _SATURATION: tl.constexpr = tl.constexpr(SATURATION)
 _HUE: tl.constexpr = tl.constexpr(HUE)
+_GOLDEN: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)
 _RED: tl.constexpr = tl.constexpr(LUMA[0])
 _GREEN: tl.constexpr = tl.constexpr(LUMA[1])
 _BLUE: tl.constexpr = tl.constexpr(LUMA[2])
@@ -35,6 +37,7 @@ _BLUE: tl.constexpr = tl.constexpr(LUMA[2])
 
 @triton.jit
 def _mix(x):
+    """Hash as `data_pipeline.core.counter_rng` does."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
@@ -44,12 +47,12 @@ def _mix(x):
 def _uniform(key, first, NUM: tl.constexpr):
     """Return numbers `first` to `first + NUM - 1` of `data_pipeline.core.counter_rng.uniform`."""
     counter = (first + 1 + tl.arange(0, NUM)).to(tl.uint64)
-    return (_mix(key + counter * 0x9E3779B97F4A7C15) >> 40).to(tl.float32) * (1 / 16777216)
+    return (_mix(key + counter * _GOLDEN) >> 40).to(tl.float32) * (1 / 16777216)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed", "epoch", "view"])
 def _draw_kernel(
-    start_ptr, box_ptr, flip_ptr, factor_ptr, order_ptr, gray_ptr, sigma_ptr,
+    index_ptr, is_next_ptr, epoch_ptr, seed, epoch, view, box_ptr, flip_ptr, factor_ptr, order_ptr, gray_ptr, sigma_ptr,
     H: tl.constexpr, W: tl.constexpr, AREA: tl.constexpr, ASPECT: tl.constexpr, MIDDLE: tl.constexpr,
     STRENGTHS: tl.constexpr, SIGMA: tl.constexpr, CHANCES: tl.constexpr,
 ):  # fmt: skip
@@ -58,7 +61,13 @@ def _draw_kernel(
     AREA, ASPECT (logarithms) and SIGMA are limits. CHANCES are of flip, jitter, grayscale and blur.
     """
     picture = tl.program_id(0)
-    key = _mix(tl.load(start_ptr + picture).to(tl.uint64, bitcast=True))
+    if epoch_ptr is not None:
+        epoch = tl.load(epoch_ptr)
+    if is_next_ptr is not None:
+        view += tl.load(is_next_ptr + picture).to(tl.int32)
+    state = _mix(_mix(seed.to(tl.uint64) + _GOLDEN) + epoch.to(tl.uint64) + _GOLDEN)
+    state = _mix(_mix(state + view.to(tl.uint64) + _GOLDEN) + _GOLDEN)  # the purpose is 0
+    key = _mix(state + tl.load(index_ptr + picture).to(tl.uint64))
     one, two, four = tl.arange(0, 1), tl.arange(0, 2), tl.arange(0, 4)
     if box_ptr is not None:
         attempt = tl.arange(0, 16)
@@ -244,7 +253,7 @@ def _blur_kernel(
 
 
 def drawn(
-    start_B: Tensor,
+    keys: DrawKeys,
     *,
     height: int,
     width: int,
@@ -259,7 +268,7 @@ def drawn(
 ) -> dict[str, Tensor | None]:
     """Return the tensors of `ExpertDraws` by name; None for a probability of 0.
 
-    `start_B` is what `counter_rng.key_starts` returns, `aspect` is in pixels, and `area` is None for no crop.
+    `aspect` is in pixels, and `area` is None for no crop.
     """
     forms = {
         "box_B4": (area is not None, (4,), torch.float32),
@@ -270,7 +279,7 @@ def drawn(
         "sigma_B": (blurred > 0, (), torch.float32),
     }
     draws = {
-        name: start_B.new_empty((len(start_B), *form), dtype=dtype) if wanted else None
+        name: keys.index_B.new_empty((len(keys.index_B), *form), dtype=dtype) if wanted else None
         for name, (wanted, form, dtype) in forms.items()
     }
     rows, columns = min(round(width / aspect[0]), height), min(round(height * aspect[1]), width)
@@ -284,7 +293,8 @@ def drawn(
         "SIGMA": sigma,
         "CHANCES": (flip, jitter, gray, blurred),
     }
-    launch(_draw_kernel, (len(start_B),), start_B, *draws.values(), **constants, num_warps=1)
+    given = (keys.index_B, keys.is_next_B, keys.recorded_epoch, keys.seed, keys.epoch, keys.view)
+    launch(_draw_kernel, (len(keys.index_B),), *given, *draws.values(), **constants, num_warps=1)
     return draws
 
 

@@ -99,7 +99,9 @@ def check_draws() -> None:
     tight = ExpertImageConfig(area=(0.98, 1.0), aspect=(1.0, 1.6))  # in four of ten pictures no box fits
     never = ExpertImageConfig(jitter_probability=0, grayscale_probability=0, flip_probability=0, blur_probability=0)
     for config, height, width in ((STRONG, 32, 32), (tight, 64, 48), (huang_views("abcde"), 33, 47), (never, 32, 32)):
-        for given in (keys(9), dataclasses.replace(keys(3), epoch=3, seed=1 << 40).two_views()):
+        large = dataclasses.replace(keys(3), epoch=3, seed=-(1 << 40), index_B=torch.arange(3) + (1 << 50))
+        recorded = dataclasses.replace(large, view=2, recorded_epoch=torch.tensor(7))
+        for given in (keys(7), large.two_views(), recorded, recorded.two_views()):
             expected = vars(draw(config, given, size=(height, width)))
             with on_the_cpu():
                 found = vars(draw(config, given, size=(height, width)))

@@ -82,7 +82,8 @@ def test_compiled_for_an_h100_kernels_spill_nothing(
     monkeypatch.setattr(expert_image, "triton_works", lambda: True)
     monkeypatch.setattr(expert_image_kernels, "launch", compile_only)
     monkeypatch.setattr(triton.runtime.driver, "_active", Processor())
-    ExpertImage(config)(torch.rand(2, channels, size, size), keys(2))
+    recorded = dataclasses.replace(keys(1), recorded_epoch=torch.tensor(3)).two_views()
+    ExpertImage(config)(torch.rand(2, channels, size, size), recorded if size == 224 else keys(2))
     assert [each.metadata.name for each in compiled] == [f"_{name}_kernel" for name in launches]
     for each in compiled:
         assert not re.search(r"(ld|st)\.local", each.asm["ptx"])
