@@ -163,6 +163,7 @@ def test_what_is_clipped_is_what_is_stored() -> None:
         (b"an error page of a server", "it is no sound of a known format"),
         (b"", "it is no sound of a known format"),
     ],
+    ids=["cut off", "no points", "no data", "not a number", "a page", "nothing"],  # bytes of a WAV hold the time
 )
 def test_a_wrong_file_is_refused(data: bytes, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
