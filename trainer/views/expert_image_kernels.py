@@ -50,6 +50,18 @@ def _uniform(key, first, NUM: tl.constexpr):
     return (_mix(key + counter * _GOLDEN) >> 40).to(tl.float32) * (1 / 16777216)
 
 
+@triton.jit
+def _key(index_ptr, is_next_ptr, epoch_ptr, seed, epoch, view, purpose, row):
+    """Return the key of a row's numbers."""
+    if epoch_ptr is not None:
+        epoch = tl.load(epoch_ptr)
+    if is_next_ptr is not None:
+        view += tl.load(is_next_ptr + row).to(tl.int32)
+    state = _mix(_mix(seed.to(tl.uint64) + _GOLDEN) + epoch.to(tl.uint64) + _GOLDEN)
+    state = _mix(_mix(state + view.to(tl.uint64) + _GOLDEN) + purpose + _GOLDEN)
+    return _mix(state + tl.load(index_ptr + row).to(tl.uint64))
+
+
 @triton.jit(do_not_specialize=["seed", "epoch", "view"])
 def _draw_kernel(
     index_ptr, is_next_ptr, epoch_ptr, seed, epoch, view, box_ptr, flip_ptr, factor_ptr, order_ptr, gray_ptr, sigma_ptr,
@@ -61,13 +73,7 @@ def _draw_kernel(
     AREA, ASPECT (logarithms) and SIGMA are limits. CHANCES are of flip, jitter, grayscale and blur.
     """
     picture = tl.program_id(0)
-    if epoch_ptr is not None:
-        epoch = tl.load(epoch_ptr)
-    if is_next_ptr is not None:
-        view += tl.load(is_next_ptr + picture).to(tl.int32)
-    state = _mix(_mix(seed.to(tl.uint64) + _GOLDEN) + epoch.to(tl.uint64) + _GOLDEN)
-    state = _mix(_mix(state + view.to(tl.uint64) + _GOLDEN) + _GOLDEN)  # the purpose is 0
-    key = _mix(state + tl.load(index_ptr + picture).to(tl.uint64))
+    key = _key(index_ptr, is_next_ptr, epoch_ptr, seed, epoch, view, 0, picture)
     one, two, four = tl.arange(0, 1), tl.arange(0, 2), tl.arange(0, 4)
     if box_ptr is not None:
         attempt = tl.arange(0, 16)

@@ -458,6 +458,11 @@ def _outside(masks_BHW: Tensor | None, mask: Literal["box", "object"], *, like_B
 def draw_noise(keys: DrawKeys, height: int, width: int, *, layers: range) -> Tensor:
     """Return uniform noise in [0, 1), (L, B, H, W) float32, drawn from the keys and the number of each layer alone."""
     purposes = [_FIRST_NOISE_PURPOSE + layer for layer in layers]
+    if keys.index_B.device.type == _KERNEL_DEVICE and _triton_works():
+        from trainer.views import viewmaker_kernels
+
+        noise_LBHW: Tensor = viewmaker_kernels.noise(keys, height, width, purposes)
+        return noise_LBHW
     return uniforms(keys, height * width, purposes=purposes).view(len(layers), -1, height, width)
 
 

@@ -11,7 +11,7 @@ Shapes: B samples, C channels, H rows, W columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -19,7 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from data_pipeline.core.counter_rng import DrawKeys
 from trainer.triton_launch import launch
+from trainer.views.expert_image_kernels import _key, _uniform
 
 _TILE: Final = 2048  # values that the threads of a program read at once: 16 bytes each in bfloat16
 _MOST_CHANNELS: Final = 32  # of a tile: two sectors of 32 bytes in bfloat16
@@ -46,6 +48,27 @@ def _operator(function: Callable[..., Any]) -> Any:
     operator = torch.library.custom_op(f"viewmaker::{function.__name__.strip('_')}", function, mutates_args=())
     operator.register_fake(function)
     return operator
+
+
+@triton.jit(do_not_specialize=["seed", "epoch", "view", "first"])
+def _noise_kernel(
+    index_ptr, is_next_ptr, epoch_ptr, seed, epoch, view, noise_ptr, first, pixels, PIXELS: tl.constexpr
+):  # fmt: skip
+    sample, layer, start = tl.program_id(0), tl.program_id(1), tl.program_id(2) * PIXELS
+    key = _key(index_ptr, is_next_ptr, epoch_ptr, seed, epoch, view, (first + layer).to(tl.uint64), sample)
+    noise_ptr += (layer * tl.num_programs(0) + sample).to(tl.int64) * pixels
+    pixel = start + tl.arange(0, PIXELS)
+    tl.store(noise_ptr + pixel, _uniform(key, start, PIXELS), pixel < pixels)
+
+
+def noise(keys: DrawKeys, height: int, width: int, purposes: Sequence[int]) -> Tensor:
+    """Return the numbers of `counter_rng.uniforms` for consecutive purposes, (L, B, H, W) float32."""
+    index_B = keys.index_B
+    noise_LBHW = index_B.new_empty((len(purposes), len(index_B), height, width), dtype=torch.float32)
+    programs = len(index_B), len(purposes), triton.cdiv(height * width, 1024)
+    given = (index_B, keys.is_next_B, keys.recorded_epoch, keys.seed, keys.epoch, keys.view)
+    launch(_noise_kernel, programs, *given, noise_LBHW, purposes[0], height * width, PIXELS=1024, num_warps=4)
+    return noise_LBHW
 
 
 @triton.jit

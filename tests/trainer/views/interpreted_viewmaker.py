@@ -7,6 +7,7 @@ Triton reads the variable when it is imported, so this is a process of its own; 
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -164,8 +165,9 @@ def check_network() -> None:
             found = passed(ours, x, target)
         num_layers = 3 + 2 * 2 + 2
         forwards = 2 if form == "checkpointed" else 1
-        # A border and a norm for each layer; a border and a cut for the last convolution; each with its gradient.
-        assert launches.call_count == (1 + forwards) * 2 * num_layers + 4, (form, launches.call_count)
+        # A border and a norm for each layer; a border and a cut for the last convolution; each with its gradient. Two
+        # draws of noise.
+        assert launches.call_count == (1 + forwards) * 2 * num_layers + 6, (form, launches.call_count)
         assert len(found) == len(expected)
         # The shift of a norm before another norm has no effect, so its gradient is a rounding error.
         least = max(float(each.norm()) for each in expected[2:]) / 100
@@ -174,7 +176,24 @@ def check_network() -> None:
             assert other.any() or not one.any(), (channels, form, number)
 
 
-CHECKS: dict[str, Callable[[], None]] = {"borders": check_borders, "norms": check_norms, "network": check_network}
+def check_noise() -> None:
+    """The numbers of a CPU, bit for bit."""
+    plain = DrawKeys(seed=3, epoch=1, index_B=torch.tensor([0, 7, 2**40]), view=1)
+    both = dataclasses.replace(plain, view=0).two_views()
+    for keys in (plain, both, dataclasses.replace(both, recorded_epoch=torch.tensor(5))):
+        for height, width in [(8, 8), (40, 52)]:
+            expected = viewmaker.draw_noise(keys, height, width, layers=range(1, 4))
+            with on_the_cpu() as launches:
+                assert torch.equal(viewmaker.draw_noise(keys, height, width, layers=range(1, 4)), expected)
+            assert launches.call_count == 1
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    "noise": check_noise,
+    "borders": check_borders,
+    "norms": check_norms,
+    "network": check_network,
+}
 
 if __name__ == "__main__":
     CHECKS[sys.argv[1]]()

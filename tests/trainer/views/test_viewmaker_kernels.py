@@ -39,7 +39,7 @@ needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a 
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("check", ["borders", "norms", "network"])
+@pytest.mark.parametrize("check", ["noise", "borders", "norms", "network"])
 def test_in_the_interpreter_kernels_are_as_torch_in_float64(check: str) -> None:
     command = [sys.executable, "-m", "tests.trainer.views.interpreted_viewmaker", check]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
@@ -142,7 +142,7 @@ def test_every_map_stays_channels_last_on_a_gpu(channels: int, size: int) -> Non
     num_layers = 11  # with a norm; a twelfth convolution has none
     assert launches["_normalise_kernel"] == launches["_normalise_gradient_kernel"] == num_layers
     assert launches["_pad_kernel"] == launches["_fold_kernel"] + 1 == num_layers + 2  # pictures have no gradient
-    assert walk.total <= 240
+    assert walk.total <= 180
 
 
 @needs_a_gpu
@@ -202,7 +202,7 @@ def test_speed_on_a_gpu() -> None:
             print(f"viewmaker, 512x{C}x{H}x{H}, {name}: {num_bytes / seconds / 1e12:.2f} TB/s, {seconds * 1e6:.1f} us")
             assert seconds > 0
     network = Viewmaker(ViewmakerConfig(), image_channels=3)
-    x = torch.rand(512, 3, 32, 32)
+    x = torch.rand(512, 3, 32, 32, device="cuda")
     for name, dtypes in {"kernels": (torch.bfloat16,), "torch's layers": ()}.items():
         with mock.patch.object(viewmaker, "_KERNEL_DTYPES", dtypes):
             milliseconds = triton.testing.do_bench(lambda: passed_on_a_gpu(network, x, torch.bfloat16))
