@@ -39,7 +39,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from data_pipeline.core.errors import UserError
 from trainer.distributed.collectives import all_gather_rows, all_reduce_sum, is_distributed, world_size
-from trainer.triton_works import triton_works
+from trainer.triton_works import check_near, kernels
 
 _num_groups = [1]  # of each open `grouped_statistics`; shared by threads, because a backward pass has its own thread
 
@@ -250,7 +250,7 @@ def _replace_statistics(norms: Sequence[_BatchNorm], by_all_ranks: Callable[[Ten
 
 
 def _has_kernels(x_BCHW: Tensor, residual_BCHW: Tensor | None, num_groups: int) -> bool:
-    """Return whether the kernels for a GPU take these inputs. Then `_kernels` returns them, if Triton works."""
+    """Return whether the kernels for a GPU take these inputs. Then `_kernels` returns them, if they work here."""
     form = torch.contiguous_format if x_BCHW.dim() == 2 else torch.channels_last
     fits = x_BCHW.device.type == _KERNEL_DEVICE and x_BCHW.dtype in _KERNEL_DTYPES
     fits = fits and x_BCHW.is_contiguous(memory_format=form) and x_BCHW.numel() > num_groups * x_BCHW.shape[1]
@@ -264,13 +264,30 @@ _KERNEL_DEVICE = "cuda"
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _kernels() -> ModuleType | None:
-    """Return the module of kernels; None if Triton does not work here."""
-    if not triton_works():
-        return None
-    from trainer.models import batch_norm_kernels  # not at the top: Triton is large, and not on every system
+def _kernels(x_BCHW: Tensor) -> ModuleType | None:
+    """Return the module of kernels; None if they do not work here."""
+    return kernels("trainer.models.batch_norm_kernels", x_BCHW.dtype, _try_out)
 
-    return batch_norm_kernels
+
+def _try_out(module: ModuleType, dtype: torch.dtype) -> None:
+    """Compare norm, sum and ReLU of two groups, and their gradients, with torch in float64."""
+    draws = torch.Generator().manual_seed(0)
+    maps = [torch.randn(8, 24, 6, 6, generator=draws).to(dtype) for _ in range(3)]
+    per_channel = [torch.rand(24, generator=draws) + 0.5 for _ in range(2)]
+    leaves = [each.double().requires_grad_() for each in (*maps[:2], *per_channel)]
+    x, residual, weight_C, bias_C = leaves
+    groups = [F.batch_norm(each, None, None, weight_C, bias_C, training=True) for each in x.chunk(2)]
+    expected = F.relu(torch.cat(groups) + residual)
+    torch.autograd.backward(expected, maps[2].double())
+    x, residual, grad = (each.to(_KERNEL_DEVICE, memory_format=torch.channels_last) for each in maps)
+    weight_C, bias_C = (each.to(_KERNEL_DEVICE) for each in per_channel)
+    settings = {"eps": 1e-5, "num_groups": 2, "relu": True}
+    out, stats_N = module.normalised(x, residual, weight_C, bias_C, running=None, gather=None, **settings)
+    grad_x, grad_residual, grads_2C = module.gradients(grad, x, out, weight_C, bias_C, stats_N, reduce=None, **settings)
+    check_near(out, expected)
+    for found, leaf in zip((grad_x, grad_residual, *grads_2C), leaves, strict=True):
+        assert leaf.grad is not None
+        check_near(found, leaf.grad)
 
 
 def _normalised_by_all_ranks(
@@ -284,8 +301,8 @@ def _normalised_by_all_ranks(
     norm: SynchronizedBatchNorm2d | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the statistics (N,), and update the running statistics of `norm`. Sends one message."""
-    if _has_kernels(x_BCHW, residual_BCHW, num_groups) and (kernels := _kernels()) is not None:
-        found: tuple[Tensor, Tensor] = kernels.normalised(
+    if _has_kernels(x_BCHW, residual_BCHW, num_groups) and (module := _kernels(x_BCHW)) is not None:
+        found: tuple[Tensor, Tensor] = module.normalised(
             *(x_BCHW, residual_BCHW, weight_C, bias_C),
             eps=eps,
             num_groups=num_groups,
@@ -345,8 +362,8 @@ def _gradients_by_all_ranks(
     """
     residual_BCHW = activated_BCHW if with_residual else None  # as far as its form is concerned
     no_residual = x_BCHW.new_empty(0)
-    if _has_kernels(x_BCHW, residual_BCHW, num_groups) and (kernels := _kernels()) is not None:
-        grad_x_BCHW, grad_residual_BCHW, own_2C = kernels.gradients(
+    if _has_kernels(x_BCHW, residual_BCHW, num_groups) and (module := _kernels(x_BCHW)) is not None:
+        grad_x_BCHW, grad_residual_BCHW, own_2C = module.gradients(
             *(grad_BCHW, x_BCHW, residual_BCHW, weight_C, bias_C, stats_N),
             eps=eps,
             num_groups=num_groups,

@@ -16,6 +16,7 @@ Legend: B samples, C channels, H rows, W columns.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 from data_pipeline.core.counter_rng import DrawKeys, uniform
 from data_pipeline.core.random_crop import NUM_CROP_NUMBERS, CropLaw, between, crop_boxes
 from data_pipeline.core.schema import Ascending, PositiveShare, Share
-from trainer.triton_works import triton_works
+from trainer.triton_works import check_near, kernels
 from trainer.views.colour import HUE, NUM_COLOURS, changes_any, jitter_colour_, luma
 from trainer.views.inputs import check_pictures, rows_of, without_autocast
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
@@ -230,8 +231,8 @@ class ExpertImage(nn.Module):
         On a CPU, the host reads the draws, and leaves out what changes no picture. On other devices it reads nothing.
         Kernels in Triton do the same on a GPU, up to rounding, if the pictures need no gradient.
         """
-        if kernels := _kernels(images_BCHW):
-            return cast("Tensor", kernels.views(images_BCHW, **vars(draws)))
+        if module := _kernels(images_BCHW):
+            return cast("Tensor", module.views(images_BCHW, **vars(draws)))
         x_BCHW = crop_and_flip(images_BCHW, draws.box_B4, draws.flip_B)
         if draws.factor_B4 is not None and draws.order_B4 is not None:
             jitter_colour_(x_BCHW, draws.factor_B4, draws.order_B4)
@@ -253,8 +254,8 @@ def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int | tuple[int, in
     if config.blur in ("gaussian", "simclr"):
         reach = min(height, width) // _SIMCLR_BLUR if config.blur == "simclr" else None
         blur_matrix = partial(gaussian_blur_matrix, reach=reach)
-    if kernels := _kernels(keys.index_B):
-        drawn = kernels.drawn(
+    if module := _kernels(keys.index_B):
+        drawn = module.drawn(
             keys,
             height=height,
             width=width,
@@ -295,9 +296,16 @@ def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int | tuple[int, in
 
 
 def _kernels(inputs: Tensor) -> ModuleType | None:
-    """Return the module of kernels if inputs are on a GPU and need no gradient, and Triton works; otherwise None."""
-    if inputs.device.type != _KERNEL_DEVICE or inputs.requires_grad or not triton_works():
+    """Return the module of kernels if inputs are on a GPU and need no gradient, and it works here; otherwise None."""
+    if inputs.device.type != _KERNEL_DEVICE or inputs.requires_grad:
         return None
-    from trainer.views import expert_image_kernels
+    return kernels("trainer.views.expert_image_kernels", torch.float32, _try_out)
 
-    return expert_image_kernels
+
+def _try_out(_: ModuleType, dtype: torch.dtype) -> None:
+    """Compare the default views of some pictures with those of a CPU."""
+    policy = ExpertImage(ExpertImageConfig())
+    images_BCHW = torch.rand(32, 3, 32, 32, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    keys = DrawKeys(seed=0, epoch=0, index_B=torch.arange(32), view=0)
+    on_gpu = dataclasses.replace(keys, index_B=keys.index_B.to(_KERNEL_DEVICE))
+    check_near(policy(images_BCHW.to(_KERNEL_DEVICE), on_gpu), policy(images_BCHW, keys))

@@ -19,8 +19,10 @@ Legend: B samples, C channels, H rows, W columns, I and O input and output chann
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
@@ -33,7 +35,7 @@ from data_pipeline.core.counter_rng import DrawKeys, uniform, uniforms
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
 from data_pipeline.core.schema import ImageSize, PositiveShare
 from trainer.models.activation_checkpointing import Checkpointing, run_blocks
-from trainer.triton_works import triton_works
+from trainer.triton_works import check_near, kernels
 from trainer.views.expert_audio import Waveform, WaveformConfig, clean_spectrogram
 from trainer.views.inputs import check_pictures
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
@@ -172,12 +174,36 @@ _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _triton_works() -> bool:
-    return triton_works()
+def _works(dtype: torch.dtype) -> bool:
+    return kernels("trainer.views.viewmaker_kernels", dtype, _try_out) is not None
+
+
+def _try_out(_: ModuleType, dtype: torch.dtype) -> None:
+    """Compare noise, and a layer with a residual and its gradients, with those of a CPU in float64."""
+    keys = DrawKeys(seed=0, epoch=0, index_B=torch.arange(2), view=0)
+    on_gpu = dataclasses.replace(keys, index_B=keys.index_B.to(_KERNEL_DEVICE))
+    noise_LBHW = draw_noise(keys, 8, 8, layers=range(2))
+    check_near(draw_noise(on_gpu, 8, 8, layers=range(2)), noise_LBHW)
+    if dtype not in _KERNEL_DTYPES:
+        return
+    draws, results = torch.Generator().manual_seed(0), []
+    x_BCHW, grad_BCHW = (torch.randn(2, channels, 8, 8, generator=draws).to(dtype) for channels in (16, 17))
+    with torch.random.fork_rng(devices=[]):
+        layer = ConvNorm(16, 16, kernel_size=3).to(dtype)
+    for device, own_dtype in (("cpu", torch.float64), (_KERNEL_DEVICE, dtype)):
+        own = copy.deepcopy(layer).to(device, own_dtype)
+        x, grad, noise = (each.to(device, own_dtype) for each in (x_BCHW, grad_BCHW, noise_LBHW[0]))
+        out = own(x.requires_grad_(), x, noise)[:, :17]
+        out.backward(grad)
+        results.append((out, x.grad, own.conv.weight.grad, own.norm.weight.grad, own.norm.bias.grad))
+    for expected, found in zip(*results, strict=True):
+        assert found is not None
+        assert expected is not None
+        check_near(found, expected)
 
 
 def _has_kernels(x: Tensor) -> bool:
-    return x.device.type == _KERNEL_DEVICE and x.dtype in _KERNEL_DTYPES and _triton_works()
+    return x.device.type == _KERNEL_DEVICE and x.dtype in _KERNEL_DTYPES and _works(x.dtype)
 
 
 def _as_convolved(x: Tensor) -> Tensor:
@@ -458,7 +484,7 @@ def _outside(masks_BHW: Tensor | None, mask: Literal["box", "object"], *, like_B
 def draw_noise(keys: DrawKeys, height: int, width: int, *, layers: range) -> Tensor:
     """Return uniform noise in [0, 1), (L, B, H, W) float32, drawn from the keys and the number of each layer alone."""
     purposes = [_FIRST_NOISE_PURPOSE + layer for layer in layers]
-    if keys.index_B.device.type == _KERNEL_DEVICE and _triton_works():
+    if keys.index_B.device.type == _KERNEL_DEVICE and _works(torch.float32):
         from trainer.views import viewmaker_kernels
 
         noise_LBHW: Tensor = viewmaker_kernels.noise(keys, height, width, purposes)

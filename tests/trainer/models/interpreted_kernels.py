@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -225,8 +226,25 @@ def check_ranks(rank: str, store: str) -> None:
     assert_near(found[3:], expected[3:], rtol=1e-5, case="parameters")
 
 
+def check_the_trial() -> None:
+    """Before their first use on a GPU, right kernels pass and wrong ones do not."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        batch_norm._try_out(batch_norm_kernels, dtype)
+    right = batch_norm_kernels.gradients
+
+    def wrong(grad: Tensor, *others: Any, **settings: Any) -> Any:
+        return right(1.1 * grad, *others, **settings)
+
+    with (
+        mock.patch.object(batch_norm_kernels, "gradients", wrong),
+        pytest.raises(ValueError, match=r"not those of torch \(they are 10% away\)"),
+    ):
+        batch_norm._try_out(batch_norm_kernels, torch.float32)
+
+
 def check_numbers() -> None:
     with on_the_cpu():
+        check_the_trial()
         check_forms()
         check_large_means()
         check_differences()

@@ -21,10 +21,9 @@ from torch.nn import functional as F
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from trainer import triton_launch
+from trainer import triton_launch, triton_works
 from trainer.models import batch_norm, batch_norm_kernels
 from trainer.models.batch_norm import SynchronizedBatchNorm2d, grouped_statistics
-from trainer.triton_works import triton_works
 
 ROOT = Path(__file__).parents[3]
 FORMS = [(False, False), (False, True), (True, True)]  # with a residual; with a ReLU
@@ -88,20 +87,20 @@ def test_compiled_for_an_h100_kernels_read_16_bytes_at_once_ahead_of_time_and_sp
 def test_where_triton_does_not_compile_torch_goes_on_and_one_sentence_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    triton_works.cache_clear()
+    monkeypatch.setattr(triton_works, "_found", {})
     monkeypatch.setattr(batch_norm, "_KERNEL_DEVICE", "cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     failing = mock.Mock(side_effect=RuntimeError("Failed to find C compiler.\nPlease specify via CC"))
-    monkeypatch.setattr(triton_launch, "try_out", failing)
+    monkeypatch.setattr(batch_norm_kernels, "launch", failing)
     x, residual = (torch.randn(4, 3, 5, 5).contiguous(memory_format=torch.channels_last) for _ in range(2))
     norms = [SynchronizedBatchNorm2d(3) for _ in range(3)]
     with grouped_statistics(2):
         found = [norm(x, residual, relu=True) for norm in norms]
     expected = F.relu(torch.cat([torch.nn.BatchNorm2d(3)(each) for each in x.chunk(2)]) + residual)
     torch.testing.assert_close(found[0], expected)
-    triton_works.cache_clear()
     (said,) = caplog.messages
-    assert said.endswith("because Triton does not work here: Failed to find C compiler. Please specify via CC")
+    assert said.endswith("does not work here: Failed to find C compiler. Please specify via CC")
 
 
 def drawn_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
@@ -138,7 +137,7 @@ def test_on_a_gpu_kernels_are_as_torch_in_float64_and_have_the_same_bits_again(
 ) -> None:
     given = drawn_on_a_gpu(shape, dtype)
     assert batch_norm._has_kernels(given[0], given[1], 2)
-    assert batch_norm._kernels() is batch_norm_kernels
+    assert batch_norm._kernels(given[0]) is batch_norm_kernels
     found, again = (passed(given, residual=residual, relu=relu) for _ in range(2))
     assert all(map(torch.equal, found, again))
     expected = passed([each.double() for each in given], residual=residual, relu=relu)

@@ -17,7 +17,6 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from tests.trainer.views.interpreted_views import CASES, assert_equal_views, keys, pictures
-from trainer.triton_works import triton_works
 from trainer.views import expert_image, expert_image_kernels
 from trainer.views.expert_image import ExpertDraws, ExpertImage, ExpertImageConfig, draw, huang_views
 
@@ -38,7 +37,7 @@ def test_where_triton_does_not_work_torch_makes_the_views(monkeypatch: pytest.Mo
     x, policy = pictures(4, channels=3, height=32, width=32), ExpertImage(ExpertImageConfig())
     expected = policy(x, keys(4))
     monkeypatch.setattr(expert_image, "_KERNEL_DEVICE", "cpu")
-    monkeypatch.setattr(expert_image, "triton_works", lambda: False)
+    monkeypatch.setattr(expert_image, "kernels", lambda *_: None)
     assert torch.equal(policy(x, keys(4)), expected)
 
 
@@ -79,7 +78,7 @@ def test_compiled_for_an_h100_kernels_spill_nothing(
         compiled.append(kernel.warmup(*arguments, grid=programs, **constants))
 
     monkeypatch.setattr(expert_image, "_KERNEL_DEVICE", "cpu")
-    monkeypatch.setattr(expert_image, "triton_works", lambda: True)
+    monkeypatch.setattr(expert_image, "kernels", lambda *_: expert_image_kernels)
     monkeypatch.setattr(expert_image_kernels, "launch", compile_only)
     monkeypatch.setattr(triton.runtime.driver, "_active", Processor())
     recorded = dataclasses.replace(keys(1), recorded_epoch=torch.tensor(3)).two_views()
@@ -109,7 +108,7 @@ def test_on_a_gpu_kernels_give_the_views_of_a_cpu(
         pictures(num, channels=channels, height=height, width=width),
         draw(config, keys(num), size=(height, width)),
     )
-    assert triton_works()
+    assert expert_image._kernels(x.cuda()) is expert_image_kernels
     policy = ExpertImage(config)
     found, again = (policy.apply_draws(x.cuda(), on_the_gpu(draws)) for _ in range(2))
     assert torch.equal(found, again)
