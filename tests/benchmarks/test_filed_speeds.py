@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BOTH = ("data_throughput_cpu", "data_throughput_cpu_xeon")
-SOUNDS = (*BOTH, "sounds_cpu")
+SOUNDS = ("sounds_cpu",)  # the newest alone
 AT_ITS_BEST = "librosa, prepared, float32"
 
 
@@ -73,6 +73,10 @@ ROWS: dict[str, Callable[[], list[str]]] = {
     "mixing and log-mel": lambda: [
         f"{span(ratios('mixing', *SOUNDS), '.1f')} times (single rounds {span(rounds('mixing', *SOUNDS), '.1f')})",
         f"{span(over('mixing', AT_ITS_BEST, *SOUNDS), '.1f')} times",
+    ],
+    "views of sounds: spectral; waveform": lambda: [
+        f"{span(ratios(kind, 'sound_views_cpu'), '.1f')} (single rounds {span(rounds(kind, 'sound_views_cpu'), '.1f')})"
+        for kind in ("spectral", "waveform")
     ],
     "NT-Xent *, batch 8,192": lambda: [
         f"{span(ratios('time of', 'loss_cpu', 'loss_cpu_xeon', ending='lightly', inverse=True), '.0f')} times",
