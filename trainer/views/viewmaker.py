@@ -187,7 +187,8 @@ def _try_out(_: ModuleType, dtype: torch.dtype) -> None:
     if dtype not in _KERNEL_DTYPES:
         return
     draws, results = torch.Generator().manual_seed(0), []
-    x_BCHW, grad_BCHW = (torch.randn(2, channels, 8, 8, generator=draws).to(dtype) for channels in (16, 17))
+    maps = (torch.randn(2, channels, 8, 8, generator=draws).to(dtype) for channels in (16, 17))
+    x_BCHW, grad_BCHW = (each.contiguous(memory_format=torch.channels_last) for each in maps)
     with torch.random.fork_rng(devices=[]):
         layer = ConvNorm(16, 16, kernel_size=3).to(dtype)
     for device, own_dtype in (("cpu", torch.float64), (_KERNEL_DEVICE, dtype)):

@@ -11,8 +11,10 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -188,7 +190,25 @@ def check_noise() -> None:
             assert launches.call_count == 1
 
 
+def check_the_trial() -> None:
+    """Before their first use on a GPU, right kernels pass and wrong ones do not."""
+    right = viewmaker_kernels._normalise_gradient
+
+    def wrong(grad: Tensor, *others: Any) -> Any:
+        return right(1.1 * grad, *others)
+
+    with on_the_cpu():
+        for dtype in ROUNDING:
+            viewmaker._try_out(viewmaker_kernels, dtype)
+        with (
+            mock.patch.object(viewmaker_kernels, "_normalise_gradient", wrong),
+            pytest.raises(ValueError, match="its results are not those of torch"),
+        ):
+            viewmaker._try_out(viewmaker_kernels, torch.float32)
+
+
 CHECKS: dict[str, Callable[[], None]] = {
+    "trial": check_the_trial,
     "noise": check_noise,
     "borders": check_borders,
     "norms": check_norms,

@@ -16,11 +16,12 @@ from contextlib import contextmanager
 from typing import Final
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys
-from trainer.views import expert_image
+from trainer.views import expert_image, expert_image_kernels
 from trainer.views.expert_image import NO_VIEWS, ExpertImage, ExpertImageConfig, draw, huang_views
 
 STRONG = ExpertImageConfig(brightness=1, contrast=1, saturation=1, hue=0.5, jitter_probability=1, blur_sigma=(0.1, 9))
@@ -94,6 +95,21 @@ def check_views() -> None:
         assert config != NO_VIEWS or torch.equal(found, x)
 
 
+def check_the_trial() -> None:
+    """Before their first use on a GPU, right kernels pass and wrong ones do not. The second policy here has none."""
+    right = expert_image_kernels.views
+    for factor in (1.0, 1.1):
+        found = mock.Mock(side_effect=[expert_image_kernels] * 2 + [None] * 2)
+        wrong = mock.patch.object(expert_image_kernels, "views", lambda x, f=factor, **draws: right(x, **draws) * f)
+        with on_the_cpu(), mock.patch.object(expert_image, "kernels", found), wrong:
+            if factor == 1:
+                expert_image._try_out(expert_image_kernels, torch.float32)
+            else:
+                with pytest.raises(ValueError, match="they are 10% away"):
+                    expert_image._try_out(expert_image_kernels, torch.float32)
+        assert found.call_count == 4
+
+
 def check_draws() -> None:
     """A product that is added at once may differ in its last bit; all else is equal."""
     tight = ExpertImageConfig(area=(0.98, 1.0), aspect=(1.0, 1.6))  # in four of ten pictures no box fits
@@ -114,7 +130,7 @@ def check_draws() -> None:
                     torch.testing.assert_close(found[name], of_torch, atol=tolerance, rtol=0)
 
 
-CHECKS: Final = {"draws": check_draws, "views": check_views}
+CHECKS: Final = {"trial": check_the_trial, "draws": check_draws, "views": check_views}
 
 if __name__ == "__main__":
     CHECKS[sys.argv[1]]()
