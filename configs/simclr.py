@@ -51,10 +51,10 @@ def digits_1024() -> RunConfig:
 def digits_4096() -> RunConfig:
     """C+Digits in batches of 4,096, for one GPU or many. There is no published number.
 
-    LARS, rate, decay, warm-up over 10 epochs and cosine are those of Chen et al. 2020. Of their two rules for the rate,
-    this is 0.075 times the square root of the batch (appendix B.1: better for small batches and few epochs). At 4,096
-    both give 4.8. Batch norm sees the whole batch. `memory.micro_batches` fits the step into a smaller GPU: negatives
-    stay exact, but batch norm then sees a part.
+    The optimizer (LARS), its rate and decay, 10 epochs of warm-up and the cosine follow Chen et al. 2020. They have two
+    rules for the rate. This is the second: 0.075 times the square root of the batch (appendix B.1: better for small
+    batches and few epochs). At 4,096 both give 4.8. Batch norm sees the whole batch. `memory.micro_batches` fits the
+    step into a smaller GPU: negatives stay exact, but batch norm then sees a part.
     """
     return _large(4096)
 

@@ -176,7 +176,7 @@ class Run:
         needs = seconds if self.row.is_short else min(seconds, _SECONDS_TO_START)
         pieces = {"train": Task(self.train, 0 if is_tiny else needs, seconds)}
         for name in self.row.readouts:
-            # Of small data sets, a readout takes at most a third of the training.
+            # A readout of a small dataset takes at most a third as long as its training.
             run, needs = partial(self.read_out, READOUTS[name]), min(READOUTS[name].seconds, seconds / 3)
             pieces[name] = Task(run, 0 if is_tiny else needs, is_ready=self.can_be_read_out)
         return {f"{self.name}: {piece}": task for piece, task in pieces.items()}

@@ -127,7 +127,7 @@ class Stage:
     Attributes:
         name: its name in the record.
         tasks: returns the measurements, and must be cheap.
-        is_about_speed: whether results are those of one card and one commit. Others count for every card and commit.
+        is_about_speed: whether results hold for one card and one commit only. All others hold for every card.
         runs_commands: whether the measurements are commands, which are processes already and end with the session.
     """
 

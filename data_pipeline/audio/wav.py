@@ -60,9 +60,10 @@ def encode_wav(points: NDArray[np.int16] | NDArray[np.float32], *, sample_rate: 
 
 
 def chunks(file: IO[bytes]) -> Iterator[tuple[bytes, int, int]]:
-    """Yield the name of each chunk of a WAV, where it begins, and its size by its header; nothing for other files.
+    """Yield the name of each chunk of a WAV, its place, and the size that its header says.
 
-    `file` must be able to seek, and is left anywhere. A chunk that is cut off is the last.
+    Yields nothing for other files. A chunk that is cut off is the last. `file` must be able to seek, and is left
+    anywhere.
     """
     file.seek(0)
     start = file.read(12)

@@ -21,7 +21,7 @@ from data_pipeline.core.errors import UserError
 from tests.nursery import PythonProcess, run_python
 from trainer.run_dir import RunDir
 
-# Of each stage, what goes through its own code or reads data of its own; the others differ in settings alone.
+# The runs of each stage that have code or data of their own. The other runs differ in settings only.
 ONE_OF_EACH_KIND = {
     "kernels": ("matrix rates", "test_batch_norm"),
     "throughput-256": ("simclr-cifar10_digits-256-step-seed0",),
