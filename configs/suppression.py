@@ -24,7 +24,6 @@ from trainer.config import RunConfig
 from trainer.data import DataConfig
 from trainer.models.encoder import ConvNetConfig, EncoderConfig, ResNetConfig
 from trainer.models.heads import HeadConfig
-from trainer.neighbours import NeighboursConfig
 from trainer.objectives import (
     BYOLConfig,
     DCLConfig,
@@ -170,12 +169,6 @@ def _cycle(point: Point, run: RunConfig) -> Mapping[str, Any]:
     return {"objective": NTXentCycleConfig(period_epochs=run.num_epochs if half % 2 else half)}
 
 
-def _near_neighbours(point: Point, run: RunConfig) -> Mapping[str, Any]:
-    size = 5 if point.scale == "small" else 4  # it divides the batch
-    first = max(1, run.num_epochs // 10)
-    return {"neighbours": NeighboursConfig(from_epoch=first, group_size=size, find_every_epochs=None)}
-
-
 def _large_embedding(point: Point, run: RunConfig) -> Mapping[str, Any]:
     return {"encoder": run.encoder.model_copy(update={"embedding_size": 512})}
 
@@ -230,7 +223,6 @@ CURES: Final[Mapping[str, Cure]] = {
     "VICReg": _vicreg,
     "BYOL": _objective(BYOLConfig(predictor=HeadConfig(hidden_sizes=(256,), batch_norm=True), momentum=0.99)),
     "memory bank": _objective(InstanceDiscriminationConfig(temperature=0.02)),
-    "near neighbours": _near_neighbours,
     "decoder": _objective(NTXentDecoderConfig(temperature=TEMPERATURE, decoder_weight=10.0)),
     "embedding of 512": _large_embedding,
     "viewmaker": _viewmaker(),

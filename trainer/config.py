@@ -24,7 +24,6 @@ from trainer.distributed.engines import DDPConfig, EngineConfig
 from trainer.fault_tolerance.watchdog import WatchdogConfig
 from trainer.memory import MemoryConfig
 from trainer.models.encoder import EncoderConfig
-from trainer.neighbours import NeighboursConfig
 from trainer.objectives import ObjectiveConfig
 from trainer.observability.alarms import AlarmConfig
 from trainer.observability.tracking import TrackingConfig
@@ -54,7 +53,6 @@ class RunConfig(Schema):
     checkpoint_every_steps: the steps between two checkpoints; there is also one at the end.
     keep_checkpoints: the number of newest checkpoints to keep.
     log_every_steps: the steps between two lines of metrics.
-    neighbours: batches of near neighbours, see `trainer.neighbours`; None for batches of any samples.
     """
 
     name: Name
@@ -82,7 +80,6 @@ class RunConfig(Schema):
     watchdog: WatchdogConfig = WatchdogConfig()
     probe: ProbeConfig = ProbeConfig()
     tracking: TrackingConfig = TrackingConfig()
-    neighbours: NeighboursConfig | None = None
 
     @property
     def parameter_dtype(self) -> torch.dtype:

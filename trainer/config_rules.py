@@ -12,7 +12,6 @@ def check_sections(config: RunConfig, *, where: str) -> None:
         _check_views(config)
         for section in (config.views, config.encoder, config.objective, config.engine):
             section.check(config)
-        _check_neighbours(config)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
 
@@ -52,24 +51,4 @@ def _check_views(config: RunConfig) -> None:
         raise ValueError(
             "encoder.batch_norm=split with view_forwards=one cuts the further views of "
             f"views.kind={views.kind} into other groups on another number of ranks; set view_forwards=two"
-        )
-
-
-def _check_neighbours(config: RunConfig) -> None:
-    """Raise `ValueError` if batches cannot be grouped by near neighbours, which the config asks for."""
-    if config.neighbours is None:
-        return
-    size = config.neighbours.group_size
-    if not config.objective.compares_in_groups:
-        raise ValueError(
-            f"objective.kind={config.objective.kind} does not compare samples in groups, which neighbours needs; set "
-            "objective.kind=symmetric_info_nce, or leave out the section neighbours"
-        )
-    if config.data.mixture is not None:
-        raise ValueError("neighbours are found in one train set, but data.mixture has several; train on one of them")
-    if config.global_batch_size % size:
-        raise ValueError(f"neighbours.group_size {size} does not divide global_batch_size {config.global_batch_size}")
-    if config.neighbours.from_epoch >= config.num_epochs:
-        raise ValueError(
-            f"neighbours.from_epoch is {config.neighbours.from_epoch}, but the last epoch is {config.num_epochs - 1}"
         )

@@ -131,8 +131,7 @@ def _check_overlays(config: RunConfig, sources: Mapping[str, Manifest]) -> None:
 def check_batch(config: RunConfig, train: TrainManifest | None, *, num_ranks: int) -> None:
     """Raise `UserError` if ranks, micro batches or the groups of split batch norm do not divide the global batch.
 
-    Raises it also for near neighbours of an encoder that is another one on each of several ranks. `train` is None if
-    the train set is not known; then only its size is not checked.
+    `train` is None if the train set is not known; then only its size is not checked.
     """
     size, num_parts = config.global_batch_size, config.memory.micro_batches
     if train is None:
@@ -155,11 +154,6 @@ def check_batch(config: RunConfig, train: TrainManifest | None, *, num_ranks: in
             global_batch_size=size // num_parts,
             num_ranks=num_ranks,
             forwards=2 if config.view_forwards == "two" else 1,
-        )
-    if num_ranks > 1 and config.neighbours is not None and config.encoder.batch_norm == "local":
-        raise UserError(
-            "neighbours are found with the running statistics of batch norm, but with encoder.batch_norm=local each of "
-            f"{num_ranks} ranks has its own; set encoder.batch_norm=synchronized"
         )
 
 

@@ -51,8 +51,6 @@ def why_not_recorded(
     optimizers = sorted({optimizer.kind for optimizer in config.engine_optimizers.values()} & {"lars", "lamb"})
     if device.type != "cuda":
         return f"only a GPU records a step, but training runs on {device.type}"
-    if config.neighbours is not None:
-        return "batches of near neighbours begin at a later step, which is another one to record; leave out neighbours"
     if config.views.changes_with_epoch:
         return f"views.kind={config.views.kind} is another step to record in another epoch; take other views"
     if num_ranks > 1:

@@ -403,7 +403,6 @@ class TrainingStep:
             epoch=batch.epoch,
             labels=batch.labels,
             further_views=tuple(further_views),
-            group_size=batch.group_size,
             one_forward=self._config.view_forwards == "one",
         )
         z_a_BD, z_b_BD, *further_BD = embeddings

@@ -20,7 +20,6 @@ import torch
 from data_pipeline.core.batch import Batch
 from data_pipeline.core.imports import without_garbage_collection
 from data_pipeline.core.progress import Progress
-from data_pipeline.loading.order import ReadingOrder
 from data_pipeline.loading.stream import Stream
 from trainer.build import Training, build_training
 from trainer.checkpoint.restore import newest_state, restore
@@ -35,7 +34,6 @@ from trainer.first_step import check_first_step
 from trainer.liveness import follow, stage
 from trainer.mixture import num_classes
 from trainer.models.batch_norm import share_running_statistics
-from trainer.neighbours import NeighbourSearch, in_memory, neighbour_order
 from trainer.open_settings import decide
 from trainer.original_crops import leave_out_crops, original_crops
 from trainer.preflight import check_channels_last
@@ -100,7 +98,7 @@ class TrainingLoop:
 
     Attributes:
         training: modules, objective, engines and step.
-        stream, order: where batches come from, and in which order.
+        stream: where batches come from.
         steps: the steps that are left.
         counters: skipped steps, bad samples and time, over all starts.
         log, checkpoints: what is written into the run directory.
@@ -110,7 +108,6 @@ class TrainingLoop:
     run_dir: RunDir
     training: Training
     stream: Stream
-    order: ReadingOrder
     steps: range
     counters: RunCounters
     log: TrainingLog
@@ -124,7 +121,7 @@ class TrainingLoop:
         with self.log, self.checkpoints, show as progress:
             self.log.before(start)
             self._announce(start)
-            for batch in self.log.timed(self.stream.batches(self.steps, order=self.order)):
+            for batch in self.log.timed(self.stream.batches(self.steps)):
                 output, rates = self._take_step(batch)
                 note, num_done = self.log.add(batch, output, rates), batch.step + 1
                 stops = stop_requests.agreed() and num_done < num_steps
@@ -216,7 +213,7 @@ def open_loop(
             add_to_provenance(run_dir, finished_step=num_steps)
         return None
     stream = open_stream(
-        config.data if config.neighbours is None else in_memory(config.data, device),
+        config.data,
         global_batch_size=config.global_batch_size,
         seed=config.seed,
         start_step=steps.start,
@@ -225,18 +222,6 @@ def open_loop(
         manifest=train_set,
         crops=original_crops(config, train_set),
     )
-    order: ReadingOrder = stream.order
-    if config.neighbours is not None:
-        search = NeighbourSearch(
-            config.neighbours,
-            run_dir.path,
-            stream,
-            training.modules.encoder,
-            mel=decided.data.mel,
-            is_new=restored.has_other_train_set(manifests.identity),
-            patience=partial(watchdog.patience, "finding neighbours"),
-        )
-        order = neighbour_order(search)
     counters = RunCounters(run_dir, training, manifests, restored, device=device)
     if rank() == 0:
         write_provenance(run_dir, config, manifests, command=command, world_size=world_size(), restored=restored)
@@ -259,7 +244,7 @@ def open_loop(
         source_metrics=stream.source_metrics,
         utilization=utilization,
     )
-    return TrainingLoop(config, run_dir, training, stream, order, steps, counters, log, checkpoints, watchdog)
+    return TrainingLoop(config, run_dir, training, stream, steps, counters, log, checkpoints, watchdog)
 
 
 def follow_networks(training: Training) -> None:

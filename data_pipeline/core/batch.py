@@ -33,7 +33,6 @@ class Batch:
             are of `inputs_a`.
         bad: samples of this rank's part that could not be read and were replaced.
         seconds: time that each stage of making the batch took: "read", "decode", "overlay", "transfer".
-        group_size: the number of rows that stand together as a group of near neighbours; None if rows are not grouped.
         draw_index_B: (B,) int64, of a mixture: a number for each sample and epoch of its source, which stands for both
             in the keys of draws; None for one dataset.
     """
@@ -49,7 +48,6 @@ class Batch:
     bad: tuple[BadSample, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     draw_index_B: torch.Tensor | None = None
-    group_size: int | None = None
 
     def __len__(self) -> int:
         return self.index_B.numel()

@@ -39,21 +39,18 @@ class Rows:
         indices_R: the samples, in the dataset.
         key_index_R, key_epoch: the numbers in the keys of their draws; see `DrawKeys`.
         bad: the bad samples of the dataset that were replaced.
-        group_size: the number of rows that stand together as a group; None if rows are not grouped.
     """
 
     indices_R: NDArray[np.int64]
     key_index_R: NDArray[np.int64]
     key_epoch: int
     bad: tuple[BadSample, ...]
-    group_size: int | None = None
 
 
 class ReadingOrder(Protocol):
     """The rows that a rank reads at each step; `number` counts the datasets from 0.
 
-    A function of the step alone: iterators of one stream share it. It is asked for a step when the step is read, which
-    for data in memory is when the batch is asked for.
+    A function of the step alone: iterators of one stream share it.
     """
 
     @property

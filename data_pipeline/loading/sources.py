@@ -44,8 +44,7 @@ class StreamSource:
     def collate(self, samples: DecodedSamples, rows: Rows, *, step: int, index_B: torch.Tensor) -> Batch:
         """Return a batch without the online overlay. `index_B` holds `rows.key_index_R`, beside the samples."""
         named = replace(samples, index_B=index_B)
-        clean = self.maker.collate(named, step=step, epoch=rows.key_epoch, bad=tuple(map(self.named, rows.bad)))
-        return clean if rows.group_size is None else replace(clean, group_size=rows.group_size)
+        return self.maker.collate(named, step=step, epoch=rows.key_epoch, bad=tuple(map(self.named, rows.bad)))
 
 
 def check_bad_share(bad: Collection[BadSample], *, num_samples: int, max_share: float, where: str | Path) -> None:

@@ -93,7 +93,7 @@ class Stream:
     picture and resized.
 
     Attributes:
-        order: the order in which `batches` reads unless it is given another.
+        order: the order in which batches are read.
         placement: the place of the samples: `stream`, `host` or `device`; of a mixture, that of all its sources, or
             `stream` if they differ.
         placement_reason: the reason for `placement`, in words.
@@ -268,16 +268,14 @@ class Stream:
     def __iter__(self) -> Iterator[Batch]:
         return self.batches(self._steps)
 
-    def batches(self, steps: range, *, order: ReadingOrder | None = None) -> Iterator[Batch]:
-        """Yield this rank's part of the batches of some steps, in another order if one is given.
+    def batches(self, steps: range) -> Iterator[Batch]:
+        """Yield this rank's part of the batches of some steps.
 
-        The state is in the iterator, so several may be open at a time. If the samples are in memory, `order` is asked
-        for a step when its batch is asked for; else ahead of that, in worker processes.
+        The state is in the iterator, so several may be open at a time.
         """
-        order = order or self.order
-        for step, parts in self._clean_parts(steps, order):
+        for step, parts in self._clean_parts(steps):
             finished = [self._finish(source, clean) for source, clean in parts]
-            row_order = order.row_order(step)
+            row_order = self.order.row_order(step)
             if row_order is None:
                 (batch,) = finished
                 yield batch
@@ -301,14 +299,14 @@ class Stream:
             return rows
         return rows.pin_memory().to(self._device, non_blocking=True)
 
-    def _clean_parts(self, steps: range, order: ReadingOrder) -> Iterator[tuple[int, list[tuple[StreamSource, Batch]]]]:
+    def _clean_parts(self, steps: range) -> Iterator[tuple[int, list[tuple[StreamSource, Batch]]]]:
         """Yield each step, and the batch without the online overlay of each dataset that has a row in it."""
         streamed = [source for source in self._sources if source.placed.samples is None]
         from_disk: Iterator[list[Batch | None]] = ([] for _ in steps)
         if streamed:
             from_disk = streamed_batches(
                 streamed,
-                order,
+                self.order,
                 steps,
                 num_workers=self._read.num_workers,
                 rank=self._rank,
@@ -319,17 +317,15 @@ class Stream:
             parts = {source.number: clean for source, clean in zip(streamed, read, strict=True)}
             for source in self._sources:
                 if source.placed.samples is not None:
-                    parts[source.number] = self._from_memory(source, source.placed.samples, order, step)
+                    parts[source.number] = self._from_memory(source, source.placed.samples, step)
             found = [(source, parts[source.number]) for source in self._sources]
             yield step, [(source, clean) for source, clean in found if clean is not None]
 
-    def _from_memory(
-        self, source: StreamSource, samples: DecodedSamples, order: ReadingOrder, step: int
-    ) -> Batch | None:
+    def _from_memory(self, source: StreamSource, samples: DecodedSamples, step: int) -> Batch | None:
         """Return the rows of a dataset in memory, without the online overlay; None if the step has none."""
         is_there = samples.index_B.device.type == self._device.type
         began = time.perf_counter()
-        rows = order.rows(source.number, step, bad=samples.bad)
+        rows = self.order.rows(source.number, step, bad=samples.bad)
         if not len(rows.indices_R):
             return None
 

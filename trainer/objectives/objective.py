@@ -52,8 +52,6 @@ class ViewPair:
         epoch: the epoch of the step, from 0; None if the objective does not need it.
         labels: each label of the samples by name, (B,) int64, as in `data_pipeline.core.batch.Batch`.
         further_views: (B, C, H, W) each, the views beside the first two, which may have another size.
-        group_size: the number of rows that stand together as a group, which are compared with each other only; None if
-            all samples of the batch are compared.
         one_forward: whether the encoder got both views in one forward pass, so that its batch norm saw them as one
             batch. A teacher does the same.
     """
@@ -66,7 +64,6 @@ class ViewPair:
     epoch: int | None = None
     labels: Mapping[str, Tensor] = field(default_factory=dict)
     further_views: tuple[Tensor, ...] = ()
-    group_size: int | None = None
     one_forward: bool = False
 
     def required_epoch(self) -> int:
@@ -123,7 +120,6 @@ class BaseObjectiveConfig(KindConfig):
         needs_num_samples: whether the objective has state for every sample of the train set. A plan then needs their
             number, and does not allocate that state.
         needs_labels: whether the objective reads labels. A plan then needs the labels of the train set.
-        compares_in_groups: whether the objective can compare samples in the groups of a batch only (`neighbours`).
         takes_further_views: whether the objective takes more than two views of a sample. If not, view policies with
             further views are refused.
         can_be_recorded: whether the objective launches the same kernels at each step, and decides nothing on the host,
@@ -136,7 +132,6 @@ class BaseObjectiveConfig(KindConfig):
     has_trained_layers: ClassVar[bool] = False
     needs_num_samples: ClassVar[bool] = False
     needs_labels: ClassVar[bool] = False
-    compares_in_groups: ClassVar[bool] = False
     takes_further_views: ClassVar[bool] = False
     can_be_recorded: ClassVar[bool] = False
     note: ClassVar[str | None] = None
@@ -182,8 +177,7 @@ class Objective(nn.Module, ABC):
 class PureObjective(Objective):
     """An objective without state: a pure function of the embeddings of both views.
 
-    `loss` is called with the embeddings, (B, D) each, and `settings`, and returns an `ObjectiveOutput`. If samples are
-    compared in groups only (`BaseObjectiveConfig.compares_in_groups`), it is also given their `group_size`.
+    `loss` is called with the embeddings, (B, D) each, and `settings`, and returns an `ObjectiveOutput`.
     """
 
     def __init__(self, loss: Callable[..., ObjectiveOutput], **settings: Any) -> None:
@@ -191,8 +185,7 @@ class PureObjective(Objective):
         self._loss = partial(loss, **settings)
 
     def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
-        groups = {} if pair is None or pair.group_size is None else {"group_size": pair.group_size}
-        return self._loss(z_a_BD, z_b_BD, **groups)
+        return self._loss(z_a_BD, z_b_BD)
 
 
 def mean_cosine(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:

@@ -1,15 +1,14 @@
 """Symmetric InfoNCE: each view must find the other view of its sample among the other views of all samples.
 
-A view is compared with views of the other kind only, never with views of its own kind. In batches of near neighbours,
-only the samples of its own group count. Chen, Luo and Li (2021) study feature suppression with this loss, and add the
-two cross-entropies. CLIP (Radford et al. 2021) takes their mean.
+A view is compared with views of the other kind only, never with views of its own kind. Chen, Luo and Li (2021) study
+feature suppression with this loss, and add the two cross-entropies. CLIP (Radford et al. 2021) takes their mean.
 
 Shapes: B samples of this rank, G samples of all ranks, D dimensions.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,8 +26,6 @@ class SymmetricInfoNCEConfig(AnchorChunks):
     total: the "sum" of the two cross-entropies, as Chen, Luo and Li (2021), or their "mean", as CLIP.
     """
 
-    compares_in_groups: ClassVar[bool] = True
-
     kind: Literal["symmetric_info_nce"] = "symmetric_info_nce"
     temperature: Temperature = 0.1
     total: Total = "sum"
@@ -44,7 +41,6 @@ def symmetric_info_nce_loss(
     temperature: float | Tensor,
     total: Total = "sum",
     chunk_size: int | None = None,
-    group_size: int | None = None,
 ) -> ObjectiveOutput:
     """Return the cross-entropy of the rows of the similarity matrix plus that of its columns, or their mean.
 
@@ -57,8 +53,6 @@ def symmetric_info_nce_loss(
         z_a_BD, z_b_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
         temperature: above 0. A 0-d tensor gets a gradient, and its value is not checked.
         total, chunk_size: as in `SymmetricInfoNCEConfig`.
-        group_size: the number of rows that stand together as a group, which are compared with each other only. No group
-            is on two ranks, so nothing is sent. None compares all samples of the batch.
 
     Raises:
         ValueError: if the temperature is not positive, if the embeddings are not (B, D) with equal shapes, or if all
@@ -74,30 +68,13 @@ def symmetric_info_nce_loss(
         scale_of(temperature, chunk_size=None)
     with torch.autocast(z_a_BD.device.type, enabled=False):
         u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
-        if group_size is None:
-            log_probability_2B = _log_probability(u_BD, v_BD, temperature, chunk_size)
-        else:
-            log_probability_2B = _log_probability_in_groups(u_BD, v_BD, temperature, group_size)
+        none_B0 = torch.empty(len(u_BD), 0, dtype=torch.int64, device=u_BD.device)
+        log_sum_2B = torch.cat(
+            [
+                log_sums(anchors_BD / temperature, candidates(others_BD), none_B0, chunk_size)
+                for anchors_BD, others_BD in ((u_BD, v_BD), (v_BD, u_BD))
+            ]
+        )
+        log_probability_2B = ((u_BD * v_BD).sum(1) / temperature).repeat(2) - log_sum_2B  # of rows, then of columns
     loss = -log_probability_2B.mean() * {"sum": 2, "mean": 1}[total]
     return contrastive_output(loss, log_probability_2B, z_a_BD, z_b_BD)
-
-
-def _log_probability(u_BD: Tensor, v_BD: Tensor, temperature: float | Tensor, chunk_size: int | None) -> Tensor:
-    """Return the log-probability of the positive of each row and of each column, (2 B,), from unit vectors."""
-    none_B0 = torch.empty(len(u_BD), 0, dtype=torch.int64, device=u_BD.device)
-    log_sum_2B = torch.cat(
-        [
-            log_sums(anchors_BD / temperature, candidates(others_BD), none_B0, chunk_size)
-            for anchors_BD, others_BD in ((u_BD, v_BD), (v_BD, u_BD))
-        ]
-    )
-    return ((u_BD * v_BD).sum(1) / temperature).repeat(2) - log_sum_2B
-
-
-def _log_probability_in_groups(u_BD: Tensor, v_BD: Tensor, temperature: float | Tensor, group_size: int) -> Tensor:
-    """Return the same as `_log_probability`, if each sample is compared with the rows of its group only."""
-    u_KGD, v_KGD = (unit_BD.reshape(-1, group_size, unit_BD.shape[1]) for unit_BD in (u_BD, v_BD))  # K groups
-    similarity_KGG: Tensor = u_KGD @ v_KGD.mT / temperature
-    positive_B = similarity_KGG.diagonal(dim1=1, dim2=2).flatten()
-    log_sums_2B = torch.cat([similarity_KGG.logsumexp(dim).flatten() for dim in (2, 1)])
-    return positive_B.repeat(2) - log_sums_2B

@@ -44,8 +44,6 @@ class DeepSpeedConfig(BaseEngineConfig):
     def check(self, run: Any) -> None:
         """Raise `UserError` for a run that DeepSpeed cannot train, or if DeepSpeed is not installed."""
         if self.zero_stage == 3:
-            if run.neighbours is not None:
-                raise UserError("neighbours needs a whole encoder on each rank; set engine.zero_stage=2")
             if run.adversary is not None:
                 raise UserError(
                     "engine.zero_stage 3 trains only one module, and a viewmaker is a second one; set "

@@ -52,8 +52,6 @@ class FSDPConfig(BaseEngineConfig):
                 "probe.online_every_steps needs a whole encoder on each rank; with engine.kind=fsdp, set it to null "
                 "and probe the checkpoints"
             )
-        if run.neighbours is not None:
-            raise UserError("neighbours needs a whole encoder on each rank; set engine.kind=ddp")
 
     def of_module(self, name: str) -> BaseEngineConfig:
         return self if name == "encoder" else DDPConfig()
