@@ -31,7 +31,7 @@ Build their shards from any source. If you have only MNIST's test digits, add
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -59,11 +59,6 @@ def table1() -> list[RunConfig]:
     return _seeded(runs, _SEEDS)
 
 
-def table1_small() -> list[RunConfig]:
-    """Table 1 of Tamkin et al. (2022) for a CPU, with three seeds; 24 runs."""
-    return _small(table1(), seeds=_SEEDS)
-
-
 def table2() -> list[RunConfig]:
     """Table 2 of Tamkin et al. (2022): two expert policies and a viewmaker on speech, backgrounds and both; 27 runs."""
     policies = ("spectral", "waveform", "viewmaker")
@@ -71,20 +66,10 @@ def table2() -> list[RunConfig]:
     return _seeded([recipe() for recipe in recipes], _SOUND_SEEDS)
 
 
-def table2_small() -> list[RunConfig]:
-    """Table 2 of Tamkin et al. (2022) for a CPU, at 8 kHz with three seeds; 27 runs."""
-    return _small(table2(), seeds=_SEEDS)
-
-
 def table3() -> list[RunConfig]:
     """Table 3 of Tamkin et al. (2022): a viewmaker, and a viewmaker that cannot change the object; 18 runs."""
     recipes = [getattr(viewmaker, f"{row}{ending}") for ending in ("", "_masked") for row in _ROWS[1:]]
     return _seeded([recipe() for recipe in recipes], _SEEDS)
-
-
-def table3_small() -> list[RunConfig]:
-    """Table 3 of Tamkin et al. (2022) for a CPU, with three seeds; 18 runs."""
-    return _small(table3(), seeds=_SEEDS)
 
 
 def richness() -> list[RunConfig]:
@@ -96,11 +81,6 @@ def richness() -> list[RunConfig]:
     return _seeded(runs, _SEEDS)
 
 
-def richness_small() -> list[RunConfig]:
-    """The CIFAR-10 half of `richness` for a CPU, with one seed; 20 runs."""
-    return _small(_of_cifar10(richness()), seeds=(0,))
-
-
 def colour() -> list[RunConfig]:
     """The table of colour strengths of Huang et al. (2023): crop and jitter of four strengths; 96 runs."""
     runs = [
@@ -109,11 +89,6 @@ def colour() -> list[RunConfig]:
         for strength in _STRENGTHS
     ]
     return _seeded(runs, _SEEDS)
-
-
-def colour_small() -> list[RunConfig]:
-    """The CIFAR-10 half of `colour` for a CPU, with one seed; 16 runs."""
-    return _small(_of_cifar10(colour()), seeds=(0,))
 
 
 def temperatures() -> list[RunConfig]:
@@ -136,21 +111,11 @@ def temperatures() -> list[RunConfig]:
     return _seeded(_with_knn(runs), _SEEDS)
 
 
-def temperatures_small() -> list[RunConfig]:
-    """`temperatures` for a CPU, with a hundredth of the epochs and one seed; 12 runs."""
-    return _small(temperatures(), seeds=(0,), epochs={200: 2, 400: 4, 600: 6, 800: 8})
-
-
 def pairs() -> list[RunConfig]:
     """The figure of pairs of transforms of Huang et al. (2023): SimCLR with two transforms, 200 epochs; 30 runs."""
     base = changed(_with_knn([huang.simclr()])[0], num_epochs=200)
     runs = [named(base, f"{letters}-200epochs", views=huang_views(letters)) for letters in _PAIRS]
     return _seeded(runs, _SEEDS)
-
-
-def pairs_small() -> list[RunConfig]:
-    """`pairs` for a CPU, with one seed; 10 runs."""
-    return _small(pairs(), seeds=(0,))
 
 
 def sharing() -> list[RunConfig]:
@@ -162,11 +127,6 @@ def sharing() -> list[RunConfig]:
     for recipe in (audio.spectral(), audio.waveform(), audio.viewmaker()):
         runs += [named(recipe, "per-item", data=recipe.data.model_copy(update={"overlay": "online"})), recipe]
     return _seeded(runs, _SOUND_SEEDS)
-
-
-def sharing_small() -> list[RunConfig]:
-    """`sharing` for a CPU, at 8 kHz with three seeds; 18 runs."""
-    return _small(sharing(), seeds=_SEEDS)
 
 
 def ablations() -> list[RunConfig]:
@@ -193,11 +153,6 @@ def ablations() -> list[RunConfig]:
     return _seeded(runs, _SEEDS)
 
 
-def ablations_small() -> list[RunConfig]:
-    """The C+Digits half of `ablations` for a CPU, with one seed; 8 runs."""
-    return _small([run for run in ablations() if "digits" in run.name], seeds=(0,))
-
-
 def large_batches() -> list[RunConfig]:
     """C+Digits in batches of 256 as published, 1,024, 4,096, and 4,096 in four micro batches; 12 runs.
 
@@ -207,11 +162,6 @@ def large_batches() -> list[RunConfig]:
     large = simclr.digits_4096()
     parts = named(large, "parts", memory=large.memory.model_copy(update={"micro_batches": 4}))
     return _seeded([simclr.digits(), simclr.digits_1024(), large, parts], _SEEDS)
-
-
-def large_batches_small() -> list[RunConfig]:
-    """`large_batches` for a CPU, in batches of a quarter (64, 256 and 1,024), with one seed; 4 runs."""
-    return _small(large_batches(), seeds=(0,), batch_sizes={1024: 256, 4096: 1024})
 
 
 def firing() -> list[RunConfig]:
@@ -226,11 +176,6 @@ def firing() -> list[RunConfig]:
     views = {"none": NO_VIEWS, "crop": huang_views("a"), "crop-colour": huang_views("ad")}
     runs = [named(base, name, views=chosen, encoder=network, num_epochs=200) for name, chosen in views.items()]
     return _seeded(runs, _SEEDS)
-
-
-def firing_small() -> list[RunConfig]:
-    """`firing` for a CPU, with three seeds; 9 runs."""
-    return _small(firing(), seeds=_SEEDS)
 
 
 def suppression() -> list[RunConfig]:
@@ -270,31 +215,33 @@ def _with_knn(runs: Sequence[RunConfig]) -> list[RunConfig]:
     return [changed(run, probe=run.probe.model_copy(update=every)) for run in runs]
 
 
-def _of_cifar10(runs: Sequence[RunConfig]) -> list[RunConfig]:
-    return [run for run in runs if "cifar100" not in run.name]
-
-
-def _small(
-    runs: Sequence[RunConfig],
+def _small_form(
+    study: Callable[[], list[RunConfig]],
     *,
-    seeds: Sequence[int],
+    seeds: Sequence[int] = _SEEDS,
+    only: str = "",
     epochs: Mapping[int, int] = MappingProxyType({}),
     batch_sizes: Mapping[int, int] = MappingProxyType({}),
-) -> list[RunConfig]:
-    """Return the runs of a study in a form that takes minutes on a CPU, once for each seed.
+) -> Callable[[], list[RunConfig]]:
+    """Return the study of the same runs, each in a form that takes minutes on a CPU, once for each seed.
 
-    `epochs` and `batch_sizes` give the numbers for some numbers in the study; others have 6 epochs in batches of 64.
+    `only` is a part of the names of the runs that it has. `epochs` and `batch_sizes` give the numbers for some numbers
+    in the large study; others have 6 epochs in batches of 64.
     """
-    by_name = {
-        run.name: _small_run(
-            run, num_epochs=epochs.get(run.num_epochs, 6), batch_size=batch_sizes.get(run.global_batch_size, 64)
-        )
-        for run in runs
-    }
-    return _seeded(list(by_name.values()), seeds)
+
+    def small() -> list[RunConfig]:
+        by_name = {run.name: run for run in study() if only in run.name}
+        runs = [
+            _small_run(run, epochs.get(run.num_epochs, 6), batch_sizes.get(run.global_batch_size, 64))
+            for run in by_name.values()
+        ]
+        return _seeded(runs, seeds)
+
+    small.__doc__ = f"`{study.__name__}` for a CPU."
+    return small
 
 
-def _small_run(run: RunConfig, *, num_epochs: int, batch_size: int) -> RunConfig:
+def _small_run(run: RunConfig, num_epochs: int, batch_size: int) -> RunConfig:
     sounds, views, encoder = run.data.sample_rate is not None, run.views, run.encoder
     if views.is_learned:
         views = views.model_copy(update={"base_width": 8, "num_res_blocks": 1})
@@ -325,3 +272,16 @@ def _small_run(run: RunConfig, *, num_epochs: int, batch_size: int) -> RunConfig
         # The rate drops twice for sounds too, unlike in audio.py: docs/claims.md was measured with this.
         probe=ProbeConfig(num_epochs=20, views="none"),
     )
+
+
+table1_small = _small_form(table1)
+table2_small = _small_form(table2)
+table3_small = _small_form(table3)
+richness_small = _small_form(richness, seeds=(0,), only="cifar10-")
+colour_small = _small_form(colour, seeds=(0,), only="cifar10-")
+temperatures_small = _small_form(temperatures, seeds=(0,), epochs={200: 2, 400: 4, 600: 6, 800: 8})
+pairs_small = _small_form(pairs, seeds=(0,))
+sharing_small = _small_form(sharing)
+ablations_small = _small_form(ablations, seeds=(0,), only="digits")
+large_batches_small = _small_form(large_batches, seeds=(0,), batch_sizes={1024: 256, 4096: 1024})
+firing_small = _small_form(firing)
