@@ -10,7 +10,7 @@ Shapes: N samples, F features of the linear probe, C features of kNN.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,8 +29,8 @@ from trainer.probes.linear import (
     check_finite,
     check_ranks,
     drawn_batches,
+    epoch_rows,
     fit_linear_probe,
-    stored_batches,
 )
 from trainer.probes.numbers import fit_ridge, r2
 
@@ -100,7 +100,14 @@ def fit_stored(
     device: torch.device,
 ) -> dict[LabelSpace, Fitted]:
     """Fit and score both probes, as `fit` does, on the features (N, F) and pooled features (N, C) of both sets."""
-    batches = stored_batches(train[0], targets, config=config, device=device)
+    features_NF = train[0]
+    labels = {space: target.train_N.to(device) for space, target in targets.items()}
+
+    def batches(epoch: int) -> Iterator[FeatureBatch]:
+        for row_B in epoch_rows(len(features_NF), epoch=epoch, config=config, device=features_NF.device):
+            here_B = row_B.to(device)
+            yield features_NF[row_B].to(device), {space: label_N[here_B] for space, label_N in labels.items()}
+
     return _fit(batches, lambda: test[0], train[1].to(device), test[1], targets=targets, config=config)
 
 

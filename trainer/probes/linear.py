@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
 from pydantic import Field
@@ -209,32 +209,8 @@ def check_finite(value: float, *, name: str) -> float:
     return value
 
 
-@dataclass(frozen=True)
-class FeatureBatch:
-    """The input of the heads in one step: features (B, F) float32, and by label the classes (B,) int64."""
-
-    features_BF: Tensor
-    labels: Mapping[LabelSpace, Tensor]
-
-
-def stored_batches(
-    features_NF: Tensor,
-    targets: Mapping[LabelSpace, Target],
-    *,
-    config: ProbeConfig,
-    device: torch.device,
-) -> Callable[[int], Iterator[FeatureBatch]]:
-    """Return the function `batches` of `fit_linear_probe`, on `device`, for stored features (N, F) of train samples."""
-    labels = {space: target.train_N.to(device) for space, target in targets.items()}
-
-    def batches(epoch: int) -> Iterator[FeatureBatch]:
-        for row_B in epoch_rows(len(features_NF), epoch=epoch, config=config, device=features_NF.device):
-            here_B = row_B.to(device)
-            yield FeatureBatch(
-                features_NF[row_B].to(device), {space: label_N[here_B] for space, label_N in labels.items()}
-            )
-
-    return batches
+FeatureBatch: TypeAlias = tuple[Tensor, Mapping[LabelSpace, Tensor]]
+"""The input of the heads in one step: features (B, F) float32, and by label the classes (B,) int64."""
 
 
 def fit_linear_probe(
@@ -255,11 +231,11 @@ def fit_linear_probe(
             learning_rate = config.learning_rate * 0.1 ** sum(
                 epoch >= int(fraction * config.num_epochs) for fraction in config.milestones
             )
-            for batch in batches(epoch):
+            for features_BF, labels in batches(epoch):
                 if not heads:
-                    heads = {name: LinearProbe(target, batch.features_BF, config) for name, target in targets.items()}
+                    heads = {name: LinearProbe(target, features_BF, config) for name, target in targets.items()}
                 for name, head in heads.items():
-                    head.step(batch.features_BF, batch.labels[name], learning_rate=learning_rate)
+                    head.step(features_BF, labels[name], learning_rate=learning_rate)
             test_NF = test_features()
             for name, head in heads.items():
                 head.end_epoch(name, test_NF, targets[name].test_N)
@@ -297,7 +273,7 @@ def drawn_batches(
         encoder.train(config.batch_norm == "train")
         features_BF, _ = encoder.features_and_pooled(views_BCHW)
         encoder.eval()
-        return FeatureBatch(features_BF, {space: batch.labels[space].to(device) for space in labels})
+        return features_BF, {space: batch.labels[space].to(device) for space in labels}
 
     def batches(epoch: int) -> Iterator[FeatureBatch]:
         rows = epoch_rows(len(train), epoch=epoch, config=config, device=train.index_N.device)
@@ -342,12 +318,9 @@ def _together(rows: Sequence[Tensor], num_steps: int) -> Sequence[Tensor]:
 def _steps_of_all_ranks(chunk: FeatureBatch, *, num_steps: int) -> list[FeatureBatch]:
     """Return the steps of the chunks of all ranks, which are equally large, in rank order."""
     num = world_size() * num_steps
-    features = all_gather_rows(chunk.features_BF).chunk(num)
-    labels = {space: all_gather_rows(label_X).chunk(num) for space, label_X in chunk.labels.items()}
-    return [
-        FeatureBatch(features_BF, {space: labels[space][number] for space in labels})
-        for number, features_BF in enumerate(features)
-    ]
+    features = all_gather_rows(chunk[0]).chunk(num)
+    labels = {space: all_gather_rows(label_X).chunk(num) for space, label_X in chunk[1].items()}
+    return [(part_BF, {space: labels[space][number] for space in labels}) for number, part_BF in enumerate(features)]
 
 
 def epoch_rows(num: int, *, epoch: int, config: ProbeConfig, device: torch.device = _CPU) -> Sequence[Tensor]:

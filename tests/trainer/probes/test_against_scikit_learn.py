@@ -7,7 +7,7 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression, RidgeClassifier
 
-from trainer.probes.linear import FeatureBatch, ProbeConfig, Target, fit_linear_probe
+from trainer.probes.linear import ProbeConfig, Target, fit_linear_probe
 from trainer.probes.online import ridge_predict
 
 
@@ -20,7 +20,7 @@ def test_a_head_trained_to_the_end_is_the_logistic_regression_of_scikit_learn() 
         centre_KF[label] + 1.5 * torch.randn(len(label), 6, generator=draw) for label in (label_N, test_label_M)
     )
     [probe] = fit_linear_probe(
-        lambda epoch: [FeatureBatch(train_NF, {"base": label_N})],
+        lambda epoch: [(train_NF, {"base": label_N})],
         test_features=lambda: test_MF,
         targets={"base": Target(label_N, test_label_M, num_classes=3)},
         config=ProbeConfig(num_epochs=1000, learning_rate=0.2, milestones=(0.9,)),

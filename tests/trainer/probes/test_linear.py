@@ -56,7 +56,7 @@ def run(
 
 def feature_batches(train_NF: Tensor, *, epoch: int, config: ProbeConfig) -> list[FeatureBatch]:
     return [
-        FeatureBatch(train_NF[rows], {name: target.train_N[rows] for name, target in TARGETS.items()})
+        (train_NF[rows], {name: target.train_N[rows] for name, target in TARGETS.items()})
         for rows in epoch_rows(len(train_NF), epoch=epoch, config=config)
     ]
 
