@@ -40,7 +40,7 @@ from configs.base import changed, data, named
 from configs.suppression import benchmark
 from trainer.config import RunConfig
 from trainer.models.encoder import ResNetConfig, WideResNet34x5Config
-from trainer.objectives import NTXentConfig, PublishedNTXentConfig, SplitLossConfig
+from trainer.objectives import NTXentConfig, PublishedNTXentConfig, SplitLossConfig, SupervisedConfig
 from trainer.probes.linear import ProbeConfig
 from trainer.views.expert_image import NO_VIEWS, huang_views
 
@@ -165,16 +165,24 @@ def large_batches() -> list[RunConfig]:
 
 
 def firing() -> list[RunConfig]:
-    """Figures 2 to 4 of Wen and Li (2021): no augmentation, crop, crop and colour, for `trainer.analyze filters`.
+    """Figures 1 to 4 of Wen and Li (2021): three contrastive arms and a supervised one, for `trainer.analyze filters`.
 
-    The network is that of the paper. The paper does not describe the training; here it is SimCLR as in Huang et al.
+    The contrastive arms have no augmentation, crops, and crops with SimCLR's distortion of colours: jitter and grey.
+    The supervised one has crops. The network is that of the paper. The paper does not describe the training; here it is
+    SimCLR as in Huang et al.
     """
     base = huang.simclr()
     network = WideResNet34x5Config.model_validate(
         base.encoder.model_dump(exclude={"kind", "stem_relu", "init", "width"})
     )
-    views = {"none": NO_VIEWS, "crop": huang_views("a"), "crop-colour": huang_views("ad")}
+    views = {
+        "none": NO_VIEWS,
+        "crop": huang_views("a"),
+        "crop-colour": huang_views("acd"),
+        "supervised": huang_views("a"),
+    }
     runs = [named(base, name, views=chosen, encoder=network, num_epochs=200) for name, chosen in views.items()]
+    runs[-1] = changed(runs[-1], objective=SupervisedConfig())
     return _seeded(runs, _SEEDS)
 
 

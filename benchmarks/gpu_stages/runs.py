@@ -122,10 +122,7 @@ PAPERS: Final[Mapping[str, tuple[Runs, ...]]] = {
     "cifar10": tuple(_tamkin("cifar10", kind) for kind in ("simclr", "viewmaker")),
     "letters": tuple(_tamkin("cifar10_letters", kind) for kind in ("simclr", "viewmaker", "masked")),
     "pairs": (Runs("pairs", "*-a[bcde]-200epochs", 0, 8),),
-    "firing": (
-        Runs("firing", "*", 0, 15, ("filters",)),
-        Runs("firing", "*-crop-colour", 0, 15, ("filters",), ("objective={kind: supervised}",), "-supervised"),
-    ),
+    "firing": (Runs("firing", "*", 0, 15, ("filters",)),),
 }
 _ON_A_GPU: Final = ("precision=bfloat16", "channels_last=true", "keep_checkpoints=1")
 _TINY: Final = (

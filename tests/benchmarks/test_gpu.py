@@ -33,7 +33,7 @@ ONE_OF_EACH_KIND = {
     "cifar10": ("simclr-cifar10-seed0",),
     "letters": ("viewmaker-cifar10_letters-masked-seed2",),
     "pairs": ("simclr-huang-cifar10-ac-200epochs-seed0",),
-    "firing": ("simclr-huang-cifar10-crop-colour-supervised-seed0",),
+    "firing": ("simclr-huang-cifar10-supervised-seed0",),
     "seeds": ("simclr-cifar10-seed1",),
     "tests": ("checkpoint/test_checkpoint",),
     "trace": ("simclr:digits, plain",),

@@ -24,6 +24,7 @@ from trainer.analyses.embedding import silhouette
 from trainer.observability.figures import GridRow, picture_grid
 from trainer.observability.view_grid import to_nhwc
 from trainer.probes.features import LabelSpace, Pictures, frozen
+from trainer.views.colour import LUMA
 from trainer.views.inputs import to_floating
 
 NUM_COLUMNS = 8
@@ -58,6 +59,7 @@ class FiltersResult(RunResult):
     """analysis/filters.json.
 
     colour_r2: the share of the pooled features' variance that a linear function of the picture's mean colour explains.
+    chroma_r2: the part of `colour_r2` that the mean brightness (`LUMA`) does not explain.
     shown: the channels of the figure, those that vary most first.
     """
 
@@ -66,6 +68,7 @@ class FiltersResult(RunResult):
     num_channels: int
     sparsity: Sparsity
     colour_r2: Measured
+    chroma_r2: Measured
     silhouette: dict[LabelSpace, Measured]
     shown: tuple[int, ...]
 
@@ -79,6 +82,8 @@ def measure(loaded: LoadedRun, config: FiltersConfig) -> tuple[FiltersResult, by
     rows_N = loaded.choose_rows(test, config.num_pictures)
     sparsity, pooled = _measure(loaded, rows_N)
     colour_NC = (test.images(rows_N).double() / 255).mean((2, 3)).to(loaded.device)
+    brightness_N1 = colour_NC @ colour_NC.new_tensor(LUMA)[:, None]
+    colour_r2 = explained_share(colour_NC, pooled)
     unit = F.normalize(pooled, dim=1).cpu().numpy()
     shown = tuple(pooled.var(0).argsort(descending=True)[: config.num_shown].tolist())
     result = FiltersResult(
@@ -86,7 +91,8 @@ def measure(loaded: LoadedRun, config: FiltersConfig) -> tuple[FiltersResult, by
         num_pictures=len(rows_N),
         num_channels=pooled.shape[1],
         sparsity=sparsity,
-        colour_r2=explained_share(colour_NC, pooled),
+        colour_r2=colour_r2,
+        chroma_r2=colour_r2 - explained_share(brightness_N1, pooled),
         silhouette={space: silhouette(unit, test.by_label[space][rows_N].numpy()) for space in test.class_labels},
         shown=shown,
         **loaded.facts,

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from sklearn.linear_model import LinearRegression
 from sklearn.metrics import r2_score
+from torch import Tensor
 
 from configs import debug
 from data_pipeline.core.errors import UserError
@@ -22,7 +23,6 @@ from trainer.config import RunConfig
 from trainer.modules import build_modules
 from trainer.observability.figures import GAP, LEFT, TOP
 from trainer.probes.features import read_pictures
-from trainer.run_dir import RunDir
 
 CONFIG = FiltersConfig(num_shown=10)
 
@@ -67,14 +67,23 @@ def test_numbers_of_a_real_encoder(tmp_path: Path) -> None:
     assert 0 <= dead < 1
     assert 0 < r2 < 1
     assert Image.open(png_path).size[0] > 1000
-    check_first_row(png_path, run_dir, result.shown[0])
-
-
-def check_first_row(png_path: Path, run_dir: RunDir, channel: int) -> None:
-    """Check that the first row of the figure shows the pictures on which a channel is highest."""
     images_NCHW = read_pictures(run_dir.path.parent / "data" / "test").images_NCHW
     with torch.no_grad():
         pooled_NC = build_modules(debug.image()).encoder.eval().pooled(images_NCHW / 255)
+    check_first_row(png_path, images_NCHW, pooled_NC, result.shown[0])
+    colour_N3 = images_NCHW.double().mean((2, 3)).numpy()
+    brightness_N1 = colour_N3 @ [[0.299], [0.587], [0.114]]
+    of_colour, of_brightness = (
+        r2_score(pooled_NC, LinearRegression().fit(x, pooled_NC).predict(x), multioutput="variance_weighted")
+        for x in (colour_N3, brightness_N1)
+    )
+    assert r2 == pytest.approx(of_colour, abs=1e-4)
+    assert result.chroma_r2 == pytest.approx(of_colour - of_brightness, abs=1e-4)
+    assert 0.01 < of_brightness < of_colour - 0.01
+
+
+def check_first_row(png_path: Path, images_NCHW: Tensor, pooled_NC: Tensor, channel: int) -> None:
+    """Check that the first row of the figure shows the pictures on which a channel is highest."""
     pixels = torch.from_numpy(np.asarray(Image.open(png_path).convert("RGB")).copy())
     scale = 128 // 16
     for column, row in enumerate(pooled_NC[:, channel].argsort(descending=True)[:8].tolist()):
