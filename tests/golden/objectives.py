@@ -22,7 +22,7 @@ IN_CHUNKS = ("nt_xent", "nt_xent_published", "split", "dcl", "macl", "ifm")
 # Settings by the name of a case, whose first word is the kind.
 CASES: dict[str, str] = {
     **dict.fromkeys(("nt_xent", "nt_xent_published", "info_nce", "split", "linear", "barlow_twins", "simsiam"), ""),
-    **dict.fromkeys(("symmetric_info_nce", "dcl", "macl", "ifm", "vicreg"), ""),
+    **dict.fromkeys(("symmetric_info_nce", "dcl", "macl", "ifm", "vicreg", "sigreg"), ""),
     **{f"{kind} in chunks": "chunk_size=3" for kind in IN_CHUNKS},
     "barlow_twins unbiased": "unbiased=true",
     "symmetric_info_nce mean": "total=mean chunk_size=3",

@@ -45,6 +45,7 @@ OBJECTIVES = {
     "nt_xent_cycle": ["objective.period_epochs=3"],
     "nt_xent_decoder": ["objective.decoder.hidden_sizes=[8]", "objective.target_size=4"],
     "vicreg": [],
+    "sigreg": ["objective.num_projections=9"],
     "byol": ["objective.predictor.hidden_sizes=[8]"],
     "dino": ["objective.num_prototypes=12"],
     "supervised": ["objective.label=digit"],
@@ -107,6 +108,7 @@ OTHERS: dict[str, tuple[Callable[[str, list[str]], RunConfig], str, list[str]]] 
     "split_batch_norm": (configure_game, "nt_xent", ["encoder.batch_norm=split", "encoder.batch_norm_splits=2"]),
     "two_sizes": (configure_multi_crop, "dino", []),
     "two_sizes_by_label": (configure_multi_crop, "supervised", []),
+    "two_sizes_of_normal_embeddings": (configure_multi_crop, "sigreg", []),
 }
 CUT = ["resnet", "in_turns", "transformer", "split_batch_norm", "two_sizes"]
 ENGINES = [(name, "fsdp" if name in CUT else "ddp") for name in OTHERS]

@@ -31,6 +31,7 @@ from trainer.objectives.objective import (
     ViewPair,
 )
 from trainer.objectives.published_nt_xent import PublishedNTXentConfig, published_nt_xent_loss
+from trainer.objectives.sigreg import SIGRegConfig, sigreg_loss
 from trainer.objectives.simsiam import SimSiamConfig, simsiam_loss
 from trainer.objectives.split_loss import SplitLossConfig, split_loss
 from trainer.objectives.supervised import SupervisedConfig, labelled_cross_entropy
@@ -58,6 +59,7 @@ __all__ = [
     "ObjectiveOutput",
     "PublishedNTXentConfig",
     "PureObjective",
+    "SIGRegConfig",
     "SimSiamConfig",
     "SplitLossConfig",
     "SupervisedConfig",
@@ -75,6 +77,7 @@ __all__ = [
     "macl_loss",
     "nt_xent_loss",
     "published_nt_xent_loss",
+    "sigreg_loss",
     "simsiam_loss",
     "split_loss",
     "symmetric_info_nce_loss",

@@ -33,6 +33,7 @@ OBJECTIVES: Final[Mapping[str, str]] = {
     "nt_xent_cycle": "trainer.objectives.nt_xent_cycle:NTXentCycleConfig",
     "nt_xent_decoder": "trainer.objectives.nt_xent_decoder:NTXentDecoderConfig",
     "vicreg": "trainer.objectives.vicreg:VICRegConfig",
+    "sigreg": "trainer.objectives.sigreg:SIGRegConfig",
     "byol": "trainer.objectives.byol:BYOLConfig",
     "dino": "trainer.objectives.dino:DINOConfig",
     "supervised": "trainer.objectives.supervised:SupervisedConfig",

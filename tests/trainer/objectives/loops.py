@@ -11,6 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from trainer.objectives.sigreg import drawn_projections
+
 
 def unit_rows(z_BD: Tensor) -> list[Tensor]:
     return [z / z.norm() for z in z_BD.double()]
@@ -165,4 +167,20 @@ def vicreg(
             for j, other in enumerate(columns):
                 if i != j:
                     loss = loss + covariance_weight * ((column @ other) / (num_rows - 1)).square() / size
+    return loss
+
+
+def sigreg(z_a_BD: Tensor, z_b_BD: Tensor, *, normality_weight: float, num_projections: int) -> Tensor:
+    """One view, projection and point of the integral after the other, on both sides of 0."""
+    size = z_a_BD.shape[1]
+    projections = drawn_projections(num_projections, size, seed=0, step=0, device=z_a_BD.device).double()
+    loss = (1 - normality_weight) * (z_a_BD - z_b_BD).double().square().mean() / 4  # from the mean of both views
+    for z_BD in (z_a_BD.double(), z_b_BD.double()):
+        for projection in projections:
+            x_B = z_BD @ projection
+            for number in range(-16, 17):
+                t = 3 * number / 16
+                gap = torch.exp(1j * t * x_B).mean() - math.exp(-(t**2) / 2)
+                share = (3 / 16 if abs(number) < 16 else 3 / 32) * math.exp(-(t**2) / 2)
+                loss = loss + normality_weight * share * len(x_B) * gap.abs().square() / (2 * num_projections)
     return loss

@@ -23,11 +23,13 @@ from trainer.objectives import (
     macl_loss,
     nt_xent_loss,
     published_nt_xent_loss,
+    sigreg_loss,
     split_loss,
     symmetric_info_nce_loss,
     vicreg_loss,
 )
 from trainer.objectives.nt_xent_cycle import NTXentCycle, cycled_temperature
+from trainer.objectives.sigreg import SIGReg, SIGRegConfig, drawn_projections
 
 APART_BD = torch.eye(8)
 
@@ -212,3 +214,38 @@ def test_collapsed_embeddings_have_a_finite_gradient_of_vicreg() -> None:
     value, gradient = loss_and_gradient(vicreg_loss, torch.ones(2, 6, 4))
     assert value.item() == pytest.approx(25 * 0.99)
     assert gradient.isfinite().all()
+
+
+def test_normality_is_the_statistic_of_epps_and_pulley_in_closed_form() -> None:
+    """Its integral over all t has a closed form, a sum over pairs; from -3 to 3, all but a small part of it is left."""
+    z_BD = 0.7 * related_views(40, 3)[0]
+    found = sigreg_loss(z_BD, z_BD, normality_weight=1.0, num_projections=20).loss.item()
+    x_BP = z_BD @ drawn_projections(20, 3, seed=0, step=0, device=z_BD.device).double().T
+    pairs_P = torch.exp(-(x_BP[:, None] - x_BP).square() / 2).mean(dim=(0, 1))
+    whole_P = math.sqrt(2) * pairs_P - 2 * torch.exp(-x_BP.square() / 4).mean(0) + math.sqrt(2 / 3)
+    assert found == pytest.approx(40 * math.sqrt(math.pi) * whole_P.mean().item(), rel=0.02)
+
+
+def test_normality_is_low_for_normal_embeddings_only() -> None:
+    draw = torch.Generator().manual_seed(0)
+    normal_BD = torch.randn(500, 4, generator=draw)
+    of_normal, *others = (
+        sigreg_loss(z_BD, z_BD, num_projections=64).metrics["normality"].item()
+        for z_BD in (normal_BD, 2 * normal_BD, normal_BD + 1, normal_BD[:, :1].repeat(1, 4), 0 * normal_BD)
+    )
+    assert of_normal < 1
+    assert min(others) > 20
+
+
+def test_each_step_and_seed_has_projections_of_its_own() -> None:
+    z_a, z_b = related_views(8, 6)
+    losses = []
+    for seed, step in ((0, 0), (0, 1), (1, 0)):
+        pair = ViewPair(z_a, z_b, torch.arange(8), step=step)
+        losses.append(SIGReg(SIGRegConfig(num_projections=5), seed=seed)(z_a, z_b, pair).loss.item())
+        expected = sigreg_loss(z_a, z_b, num_projections=5, seed=seed, step=step).loss.item()
+        assert losses[-1] == expected
+    assert len(set(losses)) == 3
+    projections_PD = drawn_projections(2_000, 3, seed=0, step=0, device=z_a.device)
+    torch.testing.assert_close(projections_PD.norm(dim=1), torch.ones(2_000))
+    torch.testing.assert_close(projections_PD.T @ projections_PD / 2_000, torch.eye(3) / 3, atol=0.03, rtol=0)

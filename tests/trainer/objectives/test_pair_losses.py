@@ -32,6 +32,7 @@ from trainer.objectives import (
     NTXentCycleConfig,
     ObjectiveInputs,
     PublishedNTXentConfig,
+    SIGRegConfig,
     SplitLossConfig,
     SymmetricInfoNCEConfig,
     VICRegConfig,
@@ -44,6 +45,7 @@ from trainer.objectives import (
     macl_loss,
     nt_xent_loss,
     published_nt_xent_loss,
+    sigreg_loss,
     split_loss,
     symmetric_info_nce_loss,
     vicreg_loss,
@@ -59,6 +61,7 @@ VICREG: dict[str, Any] = {
     "covariance_weight": 0.7,
     "epsilon": 1e-3,
 }
+SIGREG: dict[str, Any] = {"normality_weight": 0.3, "num_projections": 6}
 TWINS: dict[str, Any] = {"off_diagonal_weight": 0.5}
 # Loss, loop, config and settings of each.
 CASES: dict[str, tuple[Loss, Loss, type[BaseObjectiveConfig], dict[str, Any]]] = {
@@ -76,6 +79,7 @@ CASES: dict[str, tuple[Loss, Loss, type[BaseObjectiveConfig], dict[str, Any]]] =
     "barlow_twins": (barlow_twins_loss, loops.barlow_twins, BarlowTwinsConfig, TWINS),
     "barlow_twins, unbiased": (barlow_twins_loss, loops.barlow_twins, BarlowTwinsConfig, TWINS | {"unbiased": True}),
     "vicreg": (vicreg_loss, loops.vicreg, VICRegConfig, VICREG),
+    "sigreg": (sigreg_loss, loops.sigreg, SIGRegConfig, SIGREG),
 }
 CHUNKED = [name for name, (*_, config, _) in CASES.items() if "chunk_size" in config.model_fields]
 WITH_CHUNKS = [(name, chunk_size) for name in CASES for chunk_size in ([None, 4, 1000] if name in CHUNKED else [None])]
@@ -196,7 +200,7 @@ def test_wrong_shapes_and_a_single_sample_are_refused(name: str) -> None:
         loss(z_BD[:0], z_BD[:0])
     with pytest.raises(ValueError, match=r"must be \(B, D\)"):
         loss(z_BD[0], z_BD[0])
-    if not name.startswith("nt_xent"):
+    if not name.startswith(("nt_xent", "sigreg")):
         with pytest.raises(ValueError, match=r"1 sample|at least 2"):
             loss(z_BD[:1], z_BD[:1])
 
@@ -219,6 +223,7 @@ def test_temperatures_and_chunks_out_of_range_are_refused(name: str) -> None:
     [
         (BarlowTwinsConfig, {"off_diagonal_weight": 0}),
         (VICRegConfig, {"variance_weight": 0}),
+        (SIGRegConfig, {"normality_weight": 0}),
         (LinearLossConfig, {"divergence_weight": 0}),
         (SplitLossConfig, {"negatives": "all"}),
         (IFMConfig, {"epsilon": -0.1}),
