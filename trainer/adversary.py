@@ -22,7 +22,7 @@ class AdversaryConfig(Schema):
     """The settings for training the viewmaker.
 
     weight: the weight of the loss for the viewmaker: the adversarial weight of Tamkin et al. 2021, 1 in their paper. It
-        multiplies the gradient, so it changes the steps of SGD. The steps of Adam, AdamW, LAMB and LARS hardly change.
+        multiplies the gradient, so it changes the steps of SGD. The steps of Adam, AdamW and LARS hardly change.
     freeze_step: the step from which on the viewmaker does not change.
     viewmaker_steps: the number of steps of the viewmaker for each step of the encoder, on new views each; only with
         alternating updates.

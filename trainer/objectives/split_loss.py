@@ -3,8 +3,7 @@
 With weight 2 t on the divergence, where t is the temperature, it is a constant plus 2 t times InfoNCE without the
 positive in the denominator. For other weights, there is no such form of InfoNCE.
 
-Shapes: B samples of this rank, V views of a sample among the candidates, K = V G candidates of the G samples of all
-ranks, D dimensions.
+Shapes: B samples of this rank, D dimensions.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from data_pipeline.core.schema import PositiveFactor, Temperature
 from trainer.objectives.contrast import AnchorChunks, candidates, log_sums, scale_of, unit_pair
 from trainer.objectives.objective import ObjectiveInputs, ObjectiveOutput, PureObjective, contrastive_output
 
-Negatives = Literal["second_view", "both_views"]
-
 
 class SplitLossConfig(AnchorChunks):
     """The config of the split loss.
@@ -29,13 +26,11 @@ class SplitLossConfig(AnchorChunks):
         temperature: the temperature of the divergence.
         divergence_weight: lambda in the paper, which does not give its value. 0.4 is twice the temperature, so that the
             gradient is nearly the gradient of InfoNCE.
-        negatives: the negatives of a first view: the second views of all other samples, or both views of them.
     """
 
     kind: Literal["split"] = "split"
     temperature: Temperature = 0.2
     divergence_weight: PositiveFactor = 0.4
-    negatives: Negatives = "second_view"
 
     def build(self, given: ObjectiveInputs) -> PureObjective:
         return PureObjective(split_loss, **self.model_dump(exclude={"kind"}))
@@ -47,20 +42,19 @@ def split_loss(
     *,
     temperature: float,
     divergence_weight: float,
-    negatives: Negatives = "second_view",
     chunk_size: int | None = None,
 ) -> ObjectiveOutput:
     """Return the split loss.
 
     It is the mean squared distance of a sample's two views on the unit sphere, plus `divergence_weight` times the mean
-    over first views of log sum exp(cosine with a negative / temperature). Also logs this mean as `divergence`. The
-    distance is 2 - 2 * the logged alignment.
+    over first views of log sum exp(cosine with a negative / temperature). The negatives are the second views of all
+    other samples. Also logs this mean as `divergence`. The distance is 2 - 2 * the logged alignment.
 
     With a process group, parts of the batch and the mean over the ranks are as in `nt_xent_loss`.
 
     Args:
         z_a_BD, z_b_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
-        temperature, divergence_weight, negatives, chunk_size: as in `SplitLossConfig`.
+        temperature, divergence_weight, chunk_size: as in `SplitLossConfig`.
 
     Raises:
         ValueError: if the temperature is not positive, if the embeddings are not (B, D) with equal shapes, or if all
@@ -75,10 +69,9 @@ def split_loss(
     scale_of(temperature, chunk_size=None)
     with torch.autocast(z_a_BD.device.type, enabled=False):
         u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
-        views = {"second_view": (v_BD,), "both_views": (u_BD, v_BD)}[negatives]
-        own_BV = torch.arange(len(views) * len(u_BD), device=u_BD.device).view(len(views), -1).T
+        own_B1 = torch.arange(len(u_BD), device=u_BD.device)[:, None]
         distance_B = (u_BD - v_BD).square().sum(1)
-        log_sum_B = log_sums(u_BD / temperature, candidates(*views), own_BV, chunk_size)
+        log_sum_B = log_sums(u_BD / temperature, candidates(v_BD), own_B1, chunk_size)
     loss = distance_B.mean() + divergence_weight * log_sum_B.mean()
     log_probability_B = F.logsigmoid((1 - distance_B.detach() / 2) / temperature - log_sum_B.detach())
     return contrastive_output(loss, log_probability_B, z_a_BD, z_b_BD, divergence=log_sum_B.mean())

@@ -80,17 +80,7 @@ class AdamWConfig(_Fields):
     decay: Decayed = "matrices"
 
 
-class _FromTimm(_Fields):
-    """An optimizer of the package timm (Wightman 2019), which is an optional dependency."""
-
-    @field_validator("kind", check_fields=False)
-    @classmethod
-    def _timm_is_installed(cls, kind: str) -> str:
-        check_installed("timm", extra="timm", user="this optimizer")
-        return kind
-
-
-class LARSConfig(_FromTimm):
+class LARSConfig(_Fields):
     """SGD with a rate for each parameter: times `trust` |w| / (|g| + weight_decay |w|) (You et al. 2017).
 
     Parameters without weight decay are not adapted either, as in SimCLR (Chen et al. 2020, with linear scaling: 0.3 for
@@ -98,6 +88,8 @@ class LARSConfig(_FromTimm):
 
     The rate multiplies the momentum, as in torch's SGD. In the code of SimCLR it multiplies each gradient before the
     momentum adds it, which differs only where the rate changes: by a third in a warm-up.
+
+    The optimizer is that of the package timm (Wightman 2019), which is an optional dependency.
     """
 
     kind: Literal["lars"] = "lars"
@@ -107,24 +99,14 @@ class LARSConfig(_FromTimm):
     trust: PositiveFactor = 1e-3
     decay: Decayed = "matrices"
 
-
-class LAMBConfig(_FromTimm):
-    """Adam with its step u, including weight decay, scaled to the norm of each parameter: times |w| / |u|.
-
-    See You et al. 2020, with square-root scaling of the rate. Parameters without weight decay are not adapted. A
-    gradient with a larger norm than `max_gradient_norm` is first scaled down to it.
-    """
-
-    kind: Literal["lamb"] = "lamb"
-    learning_rate: LearningRate = 1e-3
-    betas: tuple[ShareBelowOne, ShareBelowOne] = (0.9, 0.999)
-    epsilon: Epsilon = 1e-6
-    weight_decay: Decay = 0.01
-    max_gradient_norm: PositiveFactor | None = None
-    decay: Decayed = "matrices"
+    @field_validator("kind")
+    @classmethod
+    def _timm_is_installed(cls, kind: str) -> str:
+        check_installed("timm", extra="timm", user="this optimizer")
+        return kind
 
 
-OptimizerConfig = Annotated[SGDConfig | AdamConfig | AdamWConfig | LARSConfig | LAMBConfig, Field(discriminator="kind")]
+OptimizerConfig = Annotated[SGDConfig | AdamConfig | AdamWConfig | LARSConfig, Field(discriminator="kind")]
 
 
 def scaled_learning_rate(config: OptimizerConfig, *, global_batch_size: int) -> float:
@@ -173,8 +155,8 @@ def build_optimizer(config: OptimizerConfig, module: nn.Module) -> torch.optim.O
     tensors for each parameter: "momentum_buffer", "step", "exp_avg", "exp_avg_sq".
 
     On a GPU, SGD, Adam and AdamW have fused kernels, which can skip a step by a flag that the host need not read. LARS
-    and LAMB do not; see `trainer.optim.skipping.step_unless`. Every other step computes with lists of
-    tensors, and gives the bits of a loop over the parameters.
+    has none; see `trainer.optim.skipping.step_unless`. Every other step computes with lists of tensors, and gives the
+    bits of a loop over the parameters.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     fused = parameters[0].device.type == "cuda"
@@ -193,15 +175,6 @@ def build_optimizer(config: OptimizerConfig, module: nn.Module) -> torch.optim.O
             optimizer = importlib.import_module("timm.optim").Lars(
                 groups, lr=config.learning_rate, momentum=config.momentum, trust_coeff=config.trust
             )
-        case LAMBConfig():
-            optimizer = importlib.import_module("timm.optim").Lamb(
-                groups,
-                lr=config.learning_rate,
-                betas=config.betas,
-                eps=config.epsilon,
-                max_grad_norm=config.max_gradient_norm,
-            )
-            _count_steps_by_parameter(optimizer)
     for parameter in parameters:
         optimizer.state[parameter] = _first_state(config, parameter, fused=fused)
     return optimizer
@@ -215,7 +188,7 @@ def _groups(config: OptimizerConfig, parameters: list[nn.Parameter]) -> list[dic
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": left_out, "weight_decay": 0.0},
     ]
-    if isinstance(config, LARSConfig | LAMBConfig):
+    if isinstance(config, LARSConfig):
         for group, adapted in zip(groups, (True, False), strict=True):
             group["always_adapt"] = adapted  # otherwise timm does not adapt if the decay is zero
     return [group for group in groups if group["params"]]
@@ -233,25 +206,3 @@ def _first_state(config: OptimizerConfig, parameter: nn.Parameter, *, fused: boo
         case AdamConfig() | AdamWConfig():
             step = torch.zeros((), device=parameter.device if fused else None)
             return {"step": step, "exp_avg": zeros(), "exp_avg_sq": zeros()}
-        case LAMBConfig():
-            return {"step": torch.zeros(()), "exp_avg": zeros(), "exp_avg_sq": zeros()}
-
-
-def _count_steps_by_parameter(optimizer: torch.optim.Optimizer) -> None:
-    """Keep the step count of an optimizer in the state of its parameters, like torch's optimizers, not in its groups.
-
-    A checkpoint holds only the state of the parameters. Without the count in it, a restarted run would correct the bias
-    of the first moments a second time.
-    """
-
-    def write_groups(*_: object) -> None:
-        for group in optimizer.param_groups:
-            group["step"] = optimizer.state[group["params"][0]]["step"].clone()
-
-    def read_groups(*_: object) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                optimizer.state[parameter]["step"].fill_(group["step"])
-
-    optimizer.register_step_pre_hook(write_groups)
-    optimizer.register_step_post_hook(read_groups)

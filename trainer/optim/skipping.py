@@ -3,7 +3,7 @@
 A gradient also counts as not finite if its numbers are finite but its length overflows float32. The optimizers square
 gradients in float32: such a step would leave inf in the moments of Adam, and the parameters would never change again.
 
-Every flag is a bool scalar on the training device. Guarantees: the host never waits for a GPU here, except for LAMB.
+Every flag is a bool scalar on the training device. Guarantees: the host never waits for a GPU here.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def step_unless(
 
     `gradient_scale` is a float32 scalar by which gradients are divided first. `step` replaces `optimizer.step`. A fused
     kernel reads both scalars itself. Any other optimizer on a GPU takes the step and undoes it, which needs memory for
-    a copy of parameters and state. LAMB counts its steps on the host, which has to wait.
+    a copy of parameters and state. If a part of the state is on the host, the host waits for the flag.
     """
     step = optimizer.step if step is None else step
     if optimizer.defaults.get("fused"):

@@ -63,7 +63,6 @@ class ViewmakerConfig(BaseViewsConfig):
     mask: what is protected: the "box" around the drawn object, or the pixels of the "object" (the masked viewmaker of
         Tamkin et al. 2022). The finished perturbation is masked: the change outside stays the same, and the budget on
         the masked part is lost.
-    reproject: whether to mask the perturbation before it is scaled, so that the whole budget goes to the outside.
     dropout_rate: the share of the views that the viewmaker may change, drawn for each view (`attacked_views`). The
         other views equal their pictures. It is an upper bound on how often any feature is dropped. None: the viewmaker
         changes every view, and only the budget limits how often a feature is dropped.
@@ -84,7 +83,6 @@ class ViewmakerConfig(BaseViewsConfig):
     base_width: Annotated[int, Field(ge=1, le=1_024)] = 32
     downsample_to: ImageSize | None = None
     mask: Literal["none", "box", "object"] = "none"
-    reproject: bool = False
     dropout_rate: PositiveShare | None = None
     dropout_pairing: Pairing = "independent"
     waveform: WaveformConfig | None = None
@@ -95,10 +93,6 @@ class ViewmakerConfig(BaseViewsConfig):
             raise ValueError(
                 f"downsample_to is {self.downsample_to}; it must be a multiple of {_STRIDE}, at least {_MIN_SIZE}"
             )
-        if self.reproject and self.mask == "none":
-            raise ValueError("reproject moves the budget of the masked part; it needs mask=box or mask=object")
-        if self.reproject and self.downsample_to is not None:
-            raise ValueError("reproject needs a perturbation of the picture's own pixels: set no downsample_to")
         if self.dropout_pairing == "exclusive" and (self.dropout_rate is None or self.dropout_rate > 0.5):
             raise ValueError(
                 "dropout_pairing=exclusive changes at most one view of a pair, so at most half of all views; it needs "
@@ -373,10 +367,10 @@ class Viewmaker(nn.Module):
     def deltas(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
         """Return the perturbations before any clamp.
 
-        The mean absolute value for each sample is the budget. It is less if the config has a mask without `reproject`,
-        or a `downsample_to`. With a `dropout_rate`, the perturbation is exactly 0 for views that are not changed, which
-        add nothing to any gradient. The network runs on these views too, because the host would have to wait for their
-        number to leave them out.
+        The mean absolute value for each sample is the budget. It is less if the config has a mask or a `downsample_to`.
+        With a `dropout_rate`, the perturbation is exactly 0 for views that are not changed, which add nothing to any
+        gradient. The network runs on these views too, because the host would have to wait for their number to leave
+        them out.
         """
         check_pictures(images_BCHW, keys)
         config = self.config
@@ -388,14 +382,10 @@ class Viewmaker(nn.Module):
         if config.downsample_to is not None:
             x_BCHW = F.interpolate(x_BCHW, size=(config.downsample_to,) * 2, mode="bilinear")
 
-        r_BCHW = self._network(x_BCHW, keys)
-        if outside_B1HW is not None and config.reproject:
-            r_BCHW = r_BCHW * outside_B1HW
-        delta_BCHW = project(r_BCHW, budget=config.budget)
-
+        delta_BCHW = project(self._network(x_BCHW, keys), budget=config.budget)
         if config.downsample_to is not None:
             delta_BCHW = F.interpolate(delta_BCHW, size=(H, W), mode="bilinear")
-        if outside_B1HW is not None and not config.reproject:
+        if outside_B1HW is not None:
             delta_BCHW = delta_BCHW * outside_B1HW
         if config.dropout_rate is not None:
             # Not left out: the host would wait for their number, and a rank without one would reduce no gradients.

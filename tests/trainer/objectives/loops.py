@@ -6,7 +6,6 @@ Shapes: B samples, D dimensions.
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -99,14 +98,11 @@ def split(
     *,
     temperature: float,
     divergence_weight: float,
-    negatives: Literal["second_view", "both_views"] = "second_view",
 ) -> Tensor:
     firsts, seconds = unit_rows(z_a_BD), unit_rows(z_b_BD)
     losses = []
     for i, first in enumerate(firsts):
         others = [second for j, second in enumerate(seconds) if j != i]
-        if negatives == "both_views":
-            others += [other for j, other in enumerate(firsts) if j != i]
         terms = torch.stack([(first @ other / temperature).exp() for other in others])
         losses.append((first - seconds[i]).square().sum() + divergence_weight * terms.sum().log())
     return torch.stack(losses).mean()

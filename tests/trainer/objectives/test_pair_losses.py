@@ -73,7 +73,6 @@ CASES: dict[str, tuple[Loss, Loss, type[BaseObjectiveConfig], dict[str, Any]]] =
     "macl": (macl_loss, loops.macl, MACLConfig, MACL),
     "symmetric_info_nce": (symmetric_info_nce_loss, loops.symmetric_info_nce, SymmetricInfoNCEConfig, HOT),
     "split": (split_loss, loops.split, SplitLossConfig, SPLIT),
-    "split, both views": (split_loss, loops.split, SplitLossConfig, SPLIT | {"negatives": "both_views"}),
     "linear": (linear_loss, loops.linear, LinearLossConfig, {"divergence_weight": 5.0}),
     "info_nce": (info_nce_loss, loops.info_nce, InfoNCEConfig, {}),
     "barlow_twins": (barlow_twins_loss, loops.barlow_twins, BarlowTwinsConfig, TWINS),
@@ -243,7 +242,5 @@ def test_what_a_function_alone_refuses() -> None:
     z_BD = torch.randn(4, 3)
     with pytest.raises(KeyError, match="add"):
         symmetric_info_nce_loss(z_BD, z_BD, temperature=0.5, total="add")  # type: ignore[arg-type]
-    with pytest.raises(KeyError, match="second"):
-        split_loss(z_BD, z_BD, **SPLIT, negatives="second")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least 2 dimensions, got 1"):
         vicreg_loss(z_BD[:, :1], z_BD[:, :1])

@@ -23,7 +23,6 @@ from trainer.optim.loss_scale import LossScale
 from trainer.optim.optimizers import (
     AdamConfig,
     AdamWConfig,
-    LAMBConfig,
     LARSConfig,
     OptimizerConfig,
     ScheduleConfig,
@@ -48,15 +47,11 @@ CONFIGS: dict[str, OptimizerConfig] = {
     "lars": LARSConfig(weight_decay=0.1, trust=0.5),
     "lars, all": LARSConfig(weight_decay=0.1, trust=0.5, decay="all"),
     "lars without decay": LARSConfig(weight_decay=0.0, trust=0.5),
-    "lamb": LAMBConfig(weight_decay=0.1, betas=(0.8, 0.9)),
-    "lamb, all": LAMBConfig(weight_decay=0.1, decay="all"),
-    "lamb without decay": LAMBConfig(weight_decay=0.0),
-    "lamb, cut": LAMBConfig(max_gradient_norm=0.5),
 }
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-EACH_STATE = ("sgd", "sgd without momentum", "adam", "adamw", "lars", "lamb")
+EACH_STATE = ("sgd", "sgd without momentum", "adam", "adamw", "lars")
 every_state = pytest.mark.parametrize("config", [CONFIGS[name] for name in EACH_STATE], ids=EACH_STATE)
-one_of_each_kind = pytest.mark.parametrize("kind", ["sgd", "adam", "adamw", "lars", "lamb"])
+one_of_each_kind = pytest.mark.parametrize("kind", ["sgd", "adam", "adamw", "lars"])
 
 
 def small_net(*, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -102,9 +97,6 @@ def length(x: list[float]) -> float:
 def slow_step(
     config: OptimizerConfig, parameters: list[SlowParameter], grads: list[list[float]], *, t: int, rate: float
 ) -> None:
-    if isinstance(config, LAMBConfig) and config.max_gradient_norm is not None:
-        whole = length([value for grad in grads for value in grad])
-        grads = [[value * min(1.0, config.max_gradient_norm / whole) for value in grad] for grad in grads]
     for p, grad in zip(parameters, grads, strict=True):
         included = config.decay == "all" or p.is_matrix
         decay = config.weight_decay if included else 0.0
@@ -115,7 +107,7 @@ def slow_step(
                     ratio = config.trust * length(p.w) / (length(grad) + decay * length(p.w))
                 p.m = [config.momentum * m + ratio * (g + decay * w) for m, g, w in zip(p.m, grad, p.w, strict=True)]
                 p.w = [w - rate * m for w, m in zip(p.w, p.m, strict=True)]
-            case AdamConfig() | AdamWConfig() | LAMBConfig():
+            case AdamConfig() | AdamWConfig():
                 beta1, beta2 = config.betas
                 if isinstance(config, AdamConfig):
                     grad = [g + decay * w for g, w in zip(grad, p.w, strict=True)]
@@ -127,8 +119,6 @@ def slow_step(
                 ]
                 if not isinstance(config, AdamConfig):
                     u = [value + decay * w for value, w in zip(u, p.w, strict=True)]
-                if isinstance(config, LAMBConfig) and included and length(p.w) > 0:
-                    u = [value * length(p.w) / length(u) for value in u]
                 p.w = [w - rate * value for w, value in zip(p.w, u, strict=True)]
 
 
@@ -164,11 +154,8 @@ def the_usual_way(kind: str, net: nn.Module) -> tuple[OptimizerConfig, torch.opt
             return AdamConfig(weight_decay=0.1), torch.optim.Adam(net.parameters(), lr=1, weight_decay=0.1)
         case "adamw":
             return AdamWConfig(weight_decay=0.1), torch.optim.AdamW(groups_by_hand(net, 0.1), lr=1)
-        case "lars":
-            return LARSConfig(weight_decay=0.1), timm_optim.Lars(groups_by_hand(net, 0.1), lr=1, momentum=0.9)
         case _:
-            usual = timm_optim.Lamb(groups_by_hand(net, 0.1), lr=1, max_grad_norm=None)
-            return LAMBConfig(weight_decay=0.1), usual
+            return LARSConfig(weight_decay=0.1), timm_optim.Lars(groups_by_hand(net, 0.1), lr=1, momentum=0.9)
 
 
 @one_of_each_kind
@@ -290,13 +277,10 @@ def test_a_run_taken_up_by_the_names_of_its_parameters_ends_in_the_same_bits(
         assert all(torch.equal(state[name], expected[name]) for name in state)
 
 
-@pytest.mark.parametrize("config_class", [LARSConfig, LAMBConfig])
-def test_without_timm_the_config_says_what_to_install(
-    config_class: type[LARSConfig | LAMBConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_timm_the_config_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(UserError, match=r"recipe: .*needs the package timm; .* pip install -e '.\[timm\]'"):
-        config_class.parse({}, where="recipe")
+        LARSConfig.parse({}, where="recipe")
     SGDConfig.parse({}, where="recipe")
 
 

@@ -189,31 +189,13 @@ def test_a_masked_viewmaker_leaves_the_object_alone(mask: str, level: int, optio
     assert torch.equal(views[-1], free[-1])
 
 
-def test_a_reprojected_viewmaker_spends_the_whole_budget_outside() -> None:
-    x, masks_BHW = pictures(6), masks(6)
-    with torch.no_grad():
-        free = make(base_width=8).deltas(x, keys(6))
-        masked = make(base_width=8, mask="box").deltas(x, keys(6), masks_BHW)
-        deltas = make(base_width=8, mask="box", reproject=True).deltas(x, keys(6), masks_BHW)
-    assert torch.equal(deltas == 0, masked == 0)
-    spent = deltas.abs().mean(dim=(1, 2, 3))
-    assert (spent <= 0.05 * (1 + 1e-6)).all()
-    assert (spent > 0.05 * 0.99).all()
-    # The same perturbation but for its size, as if it had been projected a second time.
-    scale = spent / masked.abs().mean(dim=(1, 2, 3))
-    torch.testing.assert_close(deltas, masked * scale[:, None, None, None])
-    assert (scale[:-1] > 1.02).all()
-    torch.testing.assert_close(deltas[-1], free[-1])
-
-
 def test_a_picture_masked_everywhere_stays_as_it_is() -> None:
     x, everywhere = pictures(2), torch.full((2, 32, 32), MASK_OBJECT, dtype=torch.uint8)
-    for reproject in (False, True):
-        viewmaker = make(base_width=8, mask="object", reproject=reproject)
-        views = viewmaker(x, keys(2), everywhere)
-        assert torch.equal(views, x)
-        views.sum().backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in viewmaker.parameters())
+    viewmaker = make(base_width=8, mask="object")
+    views = viewmaker(x, keys(2), everywhere)
+    assert torch.equal(views, x)
+    views.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in viewmaker.parameters())
 
 
 @pytest.mark.slow
@@ -276,7 +258,7 @@ def test_what_is_attacked_is_drawn_apart_from_the_noise() -> None:
 
 @pytest.mark.parametrize(
     "option",
-    [*OPTIONS.values(), {"mask": "box"}, {"mask": "box", "reproject": True}, {"dropout_pairing": "exclusive"}],
+    [*OPTIONS.values(), {"mask": "box"}, {"dropout_pairing": "exclusive"}],
 )
 def test_views_that_are_not_attacked_are_the_pictures_and_the_others_what_they_would_be(option: dict[str, Any]) -> None:
     num, config = 24, {"base_width": 4, "num_res_blocks": 1} | option
@@ -343,8 +325,6 @@ def test_pictures_that_do_not_divide_are_refused(config: dict[str, Any], height:
         ({"downsample_to": 4}, "downsample_to is 4; it must be a multiple of 4, at least 8"),
         ({"dropout_pairing": "exclusive"}, "needs a dropout_rate up to 0.5, got None"),
         ({"dropout_pairing": "exclusive", "dropout_rate": 0.6}, "needs a dropout_rate up to 0.5, got 0.6"),
-        ({"reproject": True}, "needs mask=box or mask=object"),
-        ({"reproject": True, "mask": "box", "downsample_to": 16}, "set no downsample_to"),
     ],
 )
 def test_config_refuses_what_makes_no_sense(wrong: dict[str, object], message: str) -> None:

@@ -59,10 +59,9 @@ class DeepSpeedConfig(BaseEngineConfig):
                 f"precision {run.precision} needs engine.kind=ddp; set that, or precision=float32 or bfloat16, which "
                 "DeepSpeed supports"
             )
-        kinds = {optimizer.kind for optimizer in run.engine_optimizers.values()}
-        if by_layer := sorted({"lars", "lamb"} & kinds):
+        if "lars" in {optimizer.kind for optimizer in run.engine_optimizers.values()}:
             raise UserError(
-                f"optimizer {by_layer[0]} needs the norms of whole layers, but engine.kind=deepspeed cuts layers into "
+                "optimizer lars needs the norms of whole layers, but engine.kind=deepspeed cuts layers into "
                 "pieces; set engine.kind=ddp or another optimizer"
             )
         check_installed("deepspeed", extra="deepspeed", user="engine.kind=deepspeed, for Linux,")

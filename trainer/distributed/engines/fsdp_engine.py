@@ -39,9 +39,9 @@ class FSDPConfig(BaseEngineConfig):
 
     def check(self, run: Any) -> None:
         """Raise `UserError` for a run that needs the whole encoder on a rank. A `MomentumCopy` does not."""
-        if (kind := run.engine_optimizers["encoder"].kind) in {"lars", "lamb"}:
+        if run.engine_optimizers["encoder"].kind == "lars":
             raise UserError(
-                f"optimizer {kind} needs the norms of whole parameters, but engine.kind=fsdp cuts them into pieces; "
+                "optimizer lars needs the norms of whole parameters, but engine.kind=fsdp cuts them into pieces; "
                 "set engine.kind=ddp or another optimizer"
             )
         if run.compiles_networks:
