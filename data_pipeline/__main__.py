@@ -124,12 +124,6 @@ def _index(parser: argparse.ArgumentParser) -> None:
         "for several labels: --label base=cls --label colour=json:attr.colour.",
     )
     add(
-        "--key",
-        choices=("first-dot", "last-dot"),
-        help="At which dot of a file the name ends that the files of a sample share (default: that of --classes-of, or "
-        "first-dot, as in WebDataset). last-dot reads IMG_2021.03.04.jpg.",
-    )
-    add(
         "--size",
         metavar="N",
         type=positive,

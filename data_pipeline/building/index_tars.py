@@ -389,7 +389,6 @@ def run(args: argparse.Namespace) -> None:
     fields = Fields(
         content=tuple(word.strip().lower().lstrip(".") for word in words if word.strip()),
         labels=parse_labels(args.label or ()) or given.labels,
-        key=args.key or given.key,
     )
     manifest, tars = make_index(
         args.location,

@@ -33,6 +33,7 @@ from data_pipeline.storage.index import MAX_MEMBER_BYTES, map_file, pack
 from data_pipeline.storage.locations import is_remote
 from data_pipeline.storage.manifest import Fields
 from data_pipeline.storage.tar_headers import (
+    LINKS,
     TarMember,
     are_numbered,
     name_of_tar,
@@ -54,7 +55,7 @@ _NUM_JSON: Final = 200  # samples of a tar in whose JSON entries are looked for 
 
 # Why samples or files of a tar are left out, as `LeftOut` counts them.
 _INCOMPLETE: Final = "samples without a picture, or with one of more than 268 MB, are left out"
-DOTTED: Final = "files are left out, because more than one dot is in their names; --key last-dot reads them"
+DOTTED: Final = "files are left out, because more than one dot is in their names; `build folder --keep` packs them anew"
 UNREAD_LABELS: Final = "labels cannot be read"
 _UNDECODED: Final = "of the pictures that were tried do not decode"
 
@@ -164,11 +165,11 @@ def scan_tar(inputs: ScanInputs, task: tuple[int, str], *, is_built: bool = Fals
         chosen: list[TarMember] = []  # of all samples end to end, because many small lists cost the garbage collector
         for inner, contents in tars_in(data, outer):
             tar = name_of_tar(inner or location)
-            for name, why in contents.others:
-                left_out.add(why, name)
+            for name in contents.links:
+                left_out.add(LINKS, name)
             if contents.problem is not None:
                 problems.append(f"holds {inner}, which {contents.problem}" if inner else contents.problem)
-            for of_sample in _samples(contents.members, at_last_dot=inputs.fields.key == "last-dot"):
+            for of_sample in _samples(contents.members):
                 fields.update(of_sample.keys())
                 if (found := _members(inputs.fields, of_sample, left_out)) is None:
                     continue
@@ -220,7 +221,7 @@ def _members(fields: Fields, of_sample: Mapping[str, TarMember], left_out: LeftO
     return None
 
 
-def _samples(members: Iterable[TarMember], *, at_last_dot: bool) -> Iterator[dict[str, TarMember]]:
+def _samples(members: Iterable[TarMember]) -> Iterator[dict[str, TarMember]]:
     """Yield the members of each sample by extension.
 
     Members that follow each other are a sample if they share a key. A second member of one extension begins another
@@ -228,7 +229,7 @@ def _samples(members: Iterable[TarMember], *, at_last_dot: bool) -> Iterator[dic
     """
     key, of_sample = "", dict[str, TarMember]()
     for member in members:
-        key_of_member, extension = split_name(member.name, at_last_dot=at_last_dot)
+        key_of_member, extension = split_name(member.name)
         if not extension or key_of_member[-1:] in ("", "/") or _METADATA.match(member.name):
             continue  # no extension, or hidden, such as the `._x.png` that a Mac packs before `x.png`
         if of_sample and (key_of_member != key or extension in of_sample):

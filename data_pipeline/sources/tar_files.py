@@ -10,7 +10,7 @@ from pathlib import Path
 from data_pipeline.sources.files import Files, ending_of, is_visible
 from data_pipeline.storage.index import map_file
 from data_pipeline.storage.locations import MANIFEST_NAME, listed_tars
-from data_pipeline.storage.tar_headers import are_numbered, name_of_tar, plain_contents, tars_in
+from data_pipeline.storage.tar_headers import LINKS, are_numbered, name_of_tar, plain_contents, tars_in
 
 TAR = ".tar"
 
@@ -41,7 +41,7 @@ class TarFiles(Files):
                     below = below / Path(name).parent / within[name]
                 if found.problem is not None:
                     others[f"{below / name}"] = f"the end of a tar, which {found.problem}"
-                others |= {str(below / other): why for other, why in found.others}
+                others |= {str(below / link): LINKS for link in found.links}
                 for member, offset, size in found.members:
                     file = below / member
                     if not all(map(is_visible, file.parts)):

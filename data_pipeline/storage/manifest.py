@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 import pydantic_core
 from pydantic import (
@@ -20,8 +20,6 @@ from pydantic import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
-    SerializerFunctionWrapHandler,
-    model_serializer,
 )
 
 from data_pipeline.core.errors import UserError
@@ -48,7 +46,6 @@ def _checked_names(names: tuple[str, ...]) -> tuple[str, ...]:
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 ClassNames = Annotated[tuple[Line, ...], FailFast(), Field(max_length=MAX_CLASSES), AfterValidator(_checked_names)]
 OptionValues = dict[LabelName, int | float | Line]
-KeyRule = Literal["first-dot", "last-dot"]
 ClassCounts = Annotated[tuple[NonNegativeInt, ...], FailFast()]
 
 
@@ -89,19 +86,11 @@ class Fields(Schema):
             `a` in its JSON; or `path:N`, the folder number N of those that the sample lies in, from 0, or from -1 for
             the one that holds it; or `tar`, the name of the tar without its ending. None takes the first of
             `LABEL_FIELDS` that there is, as the label `base`.
-        key: at which dot of its file the name of a member ends that all members of a sample have in common.
     """
 
     content: Annotated[tuple[Line, ...], Field(min_length=1)] = PICTURE_FIELDS
     mask: Line | None = None
     labels: dict[LabelName, Line] | None = None
-    key: KeyRule = "first-dot"
-
-    @model_serializer(mode="wrap")
-    def _without_default_key(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out the usual rule, so that the hash of a manifest says whether it is used."""
-        values: dict[str, Any] = handler(self)
-        return values if self.key != "first-dot" else {name: value for name, value in values.items() if name != "key"}
 
 
 class Tars(Schema):

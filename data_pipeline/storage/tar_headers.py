@@ -24,13 +24,11 @@ _EMPTY_TYPES: Final = frozenset(b"123456")  # links, devices and folders: no con
 _LINK_TYPES: Final = frozenset(b"12")  # hard and symbolic
 _LONG_NAME: Final = ord("L")  # GNU tar: the content is the name of the next file
 _RECORDS: Final = ord("x")  # PAX: the content is records of the next file, such as its name
-_SPARSE: Final = ord("S")  # GNU tar: the content is the parts of a file that are not holes
 _RECORD: Final = re.compile(rb"(\d{1,9}) ([^=\n]{1,99})=")  # begins one
 _SIZE: Final = re.compile(rb"\d{1,18}")
 _ADLER_BASE: Final = 65_521
 _MAX_RECORDS_BYTES: Final = 1 << 20
 LINKS: Final = "links, which are not read; `tar --dereference` stores files in their place"
-SPARSE: Final = "sparse files, which are not read; pack them without `--sparse`"
 _UNPACKED_BY: Final = {b"\x1f\x8b": "gunzip", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz", b"(\xb5/\xfd": "unzstd"}
 _MANY: Final = 1 << 20  # bytes that are compared with zero at once
 
@@ -48,14 +46,14 @@ class TarContents:
     """The files of a tar in stored order, and its end.
 
     Attributes:
-        others: the names of links and sparse files, which are not stored as they are; with `LINKS` or `SPARSE`.
+        links: the names of links, which are not read.
         end: the position after the last member.
         is_whole: whether the zeros that end a tar follow.
         num_unread: the number of bytes behind `end`; 0 if they are all zero.
     """
 
     members: list[TarMember]
-    others: list[tuple[str, str]]
+    links: list[str]
     end: int
     is_whole: bool
     num_unread: int
@@ -76,15 +74,14 @@ class TarContents:
 def read_contents(data: memoryview) -> TarContents:
     """Read the headers of a tar.
 
-    Ends before the first block that is not a header, or whose content is cut short. Links, devices, folders and sparse
-    files are no members.
+    Ends before the first block that is not a header, or whose content is cut short. Links, devices and folders are no
+    members.
     """
     members: list[TarMember] = []
-    others: list[tuple[str, str]] = []
+    links: list[str] = []
     end = 0
     long_name: bytes | None = None
     long_size: int | None = None
-    is_sparse = False
     while end + BLOCK <= len(data):
         header = data[end : end + BLOCK].tobytes()
         size, kind, offset = number_in(header[124:136]), header[156], end + BLOCK
@@ -94,35 +91,27 @@ def read_contents(data: memoryview) -> TarContents:
             size = 0
         elif kind in _FILE_TYPES and long_size is not None:
             size = long_size
-        if kind == _SPARSE:
-            offset += _num_map_bytes(data, end)
-            is_sparse = True
         if offset + size > len(data):
             break
-        if kind in _FILE_TYPES or kind in _EMPTY_TYPES or kind == _SPARSE:
-            if kind not in _EMPTY_TYPES or kind in _LINK_TYPES:
-                name = (_name_in(header) if long_name is None else long_name).decode(errors="replace")
-                if kind in _LINK_TYPES or is_sparse:
-                    others.append((name, LINKS if kind in _LINK_TYPES else SPARSE))
-                else:
-                    members.append(TarMember(name, offset, size))
+        if kind in _FILE_TYPES or kind in _EMPTY_TYPES:
+            name = (_name_in(header) if long_name is None else long_name).decode(errors="replace")
+            if kind in _FILE_TYPES:
+                members.append(TarMember(name, offset, size))
+            elif kind in _LINK_TYPES:
+                links.append(name)
             long_name = long_size = None
-            is_sparse = False
         elif kind == _LONG_NAME and size <= _MAX_RECORDS_BYTES:
             long_name = bytes(data[offset : offset + size]).partition(b"\0")[0]
         elif kind == _RECORDS and size <= _MAX_RECORDS_BYTES:
-            content = bytes(data[offset : offset + size])
-            found = _pax_records(content)
+            found = _pax_records(bytes(data[offset : offset + size]))
             long_name = found.get(b"path", long_name)
             if b"size" in found and _SIZE.fullmatch(found[b"size"]):
                 long_size = int(found[b"size"])
-            if b"GNU.sparse." in content:
-                is_sparse, long_name = True, found.get(b"GNU.sparse.name", long_name)
         end = min(offset + padded(size), len(data))
     is_whole = data[end : end + BLOCK].tobytes() == bytes(BLOCK)
     rest = np.frombuffer(data, dtype=np.uint8)[end:]
     is_used = is_whole and not any(rest[start : start + _MANY].any() for start in range(0, len(rest), _MANY))
-    return TarContents(members, others, end, is_whole, 0 if is_used else len(rest))
+    return TarContents(members, links, end, is_whole, 0 if is_used else len(rest))
 
 
 def plain_contents(data: memoryview, where: str) -> TarContents:
@@ -167,15 +156,6 @@ def are_numbered(names: Collection[str]) -> bool:
     """Return whether names differ by a number alone, which counts them all."""
     numbers = sorted({int(match[1]) for name in names if (match := re.search(r"(\d+)\D*$", name))})
     return len(numbers) == len(names) == numbers[-1] - numbers[0] + 1 if numbers else False
-
-
-def _num_map_bytes(data: memoryview, header: int) -> int:
-    """Return the bytes between the header of a sparse file of GNU tar and its content, which go on with its map."""
-    block, flag = header, header + 482
-    while flag < len(data) and data[flag] == 1:
-        block += BLOCK
-        flag = block + 504
-    return block - header
 
 
 def _is_header(header: bytes) -> bool:
@@ -246,20 +226,15 @@ def _pax_records(content: bytes) -> dict[bytes, bytes]:
     return records
 
 
-def split_name(name: str, *, at_last_dot: bool = False) -> tuple[str, str]:
+def split_name(name: str) -> tuple[str, str]:
     """Split the name of a member into the key of its sample, in NFC, and its extension: at the first dot of the file.
 
-    So does WebDataset. `at_last_dot` splits names such as `IMG_2021.03.04.jpg`.
+    So does WebDataset.
 
     Examples:
         >>> split_name("n01440764/n01440764_10026.seg.png"), split_name("./a/b.c/README")
         (('n01440764/n01440764_10026', 'seg.png'), ('./a/b.c/README', ''))
-        >>> split_name("x/IMG_2021.03.04.jpg", at_last_dot=True), split_name("README", at_last_dot=True)
-        (('x/IMG_2021.03.04', 'jpg'), ('README', ''))
     """
     folder, slash, last = (name if name.isascii() else normal(name)).rpartition("/")
-    if at_last_dot:
-        stem, extension = last.rsplit(".", 1) if "." in last else (last, "")
-    else:
-        stem, _, extension = last.partition(".")
+    stem, _, extension = last.partition(".")
     return f"{folder}{slash}{stem}", extension.lower()

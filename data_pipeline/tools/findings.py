@@ -64,7 +64,8 @@ class Place:
         layout: what the files mean; None if that cannot be told, and `problems` says why.
         labels: the table of labels that `path` is; None if it is something else.
         manifest: of a dataset that is built or indexed already.
-        tars: of tars of pictures, the options with which each location is indexed; the train set is the first.
+        tars: of tars of pictures, the train set first, the options with which each location is indexed; None if some of
+            its files need a build.
         problems: what is odd or wrong.
     """
 
@@ -74,7 +75,7 @@ class Place:
     layout: Layout | None = None
     labels: Path | None = None
     manifest: Manifest | None = None
-    tars: dict[str, list[str]] = field(default_factory=dict)
+    tars: dict[str, list[str] | None] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     @cached_property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, get_args
+from typing import Final
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from data_pipeline.core.value_range import VALUE_RANGE, ValueRange
 from data_pipeline.sources.known_layouts import TEST, TRAIN
 from data_pipeline.sources.layout import Layout
 from data_pipeline.storage.locations import is_remote, listed_tars
-from data_pipeline.storage.manifest import Fields, KeyRule
+from data_pipeline.storage.manifest import Fields
 from data_pipeline.tools.census import Census
 from data_pipeline.tools.findings import Place
 
@@ -44,7 +44,7 @@ def commands(places: Sequence[Place]) -> list[list[str]]:
             continue
         if place.manifest is not None:
             found += [[*_DATA, "verify", place.path], [*_DATA, "preview", place.path, "--out", "grid.png"]]
-        elif len(places) > 1 or len(place.tars) > 1 or is_remote(place.path):
+        elif is_remote(place.path) or (max(len(places), len(place.tars)) > 1 and None not in place.tars.values()):
             tars += [(location, place) for location in place.tars]
         if place.files is not None and place.layout is not None and not any(place is each for _, each in tars):
             found += _of_files(place, place.files.root, place.layout)
@@ -62,7 +62,7 @@ def _of_tars(tars: Sequence[tuple[str, Place]]) -> list[list[str]]:
         if found:
             words += ["--classes-of", directories[0]]
         else:
-            words += ["--size", str(_SIZE), *place.tars[location]]
+            words += ["--size", str(_SIZE), *(place.tars[location] or ())]
             words += [f"--value-range={value}" for value in _value_range(place.census.limits).values()]
         found.append(words + _skipped(place))
     if len(tars) > 1:
@@ -70,21 +70,17 @@ def _of_tars(tars: Sequence[tuple[str, Place]]) -> list[list[str]]:
     return found
 
 
-def index_options(location: str, *, num_workers: int) -> list[str]:
-    """Return the options with which tars are indexed.
+def index_options(location: str, *, num_workers: int) -> list[str] | None:
+    """Return the options with which tars are indexed: the likeliest label, if samples have none of the usual.
 
-    They are the rule of keys by which no file is left out, and the likeliest label if samples have none of the usual.
+    None if an index would leave out files, because of the dots in their names.
     """
-    tasks, options = list(enumerate(listed_tars(location))), list[str]()
-    for key in get_args(KeyRule):
-        inputs = ScanInputs(fields=Fields(key=key), directory=Path(location))
-        tars = list(run_all(scan_tar, inputs, tasks, num_workers=num_workers))
-        if not any(DOTTED in tar.left_out.counts for tar in tars):
-            break
-        options = ["--key", "last-dot"]
-    if not any(tar.labels[BASE] for tar in tars) and (label := next(iter(find_candidates(tars)), None)) is not None:
-        options += ["--label", label]
-    return options
+    inputs = ScanInputs(fields=Fields(), directory=Path(location))
+    tars = list(run_all(scan_tar, inputs, list(enumerate(listed_tars(location))), num_workers=num_workers))
+    if any(DOTTED in tar.left_out.counts for tar in tars):
+        return None
+    label = next(iter(find_candidates(tars)), None)
+    return [] if label is None or any(tar.labels[BASE] for tar in tars) else ["--label", label]
 
 
 def _of_files(place: Place, root: Path, layout: Layout) -> list[list[str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import tarfile
 import unicodedata
 from collections.abc import Sequence
@@ -13,13 +12,13 @@ import numpy as np
 import pytest
 
 from data_pipeline.__main__ import main
+from data_pipeline.building.build import build_dataset
 from data_pipeline.building.index_tars import make_index
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.loading.decode import decode
 from data_pipeline.storage.locations import INDEX_NAME
-from data_pipeline.storage.manifest import Fields, load_manifest
+from data_pipeline.storage.manifest import Fields
 from data_pipeline.storage.store import SampleStore
-from data_pipeline.storage.tar_headers import SPARSE, read_contents
 from tests.commands import Done, call
 from tests.tars import Member, by_tarfile, numbers_in, picture
 
@@ -139,20 +138,14 @@ def test_keys_with_dots(tmp_path: Path, index) -> None:  # type: ignore[no-untyp
     for number in range(3):
         members += [(f"IMG_2021.03.0{number}.jpg", picture(number)), (f"IMG_2021.03.0{number}.cls", b"%d" % number)]
     by_tarfile(tmp_path / "x.tar", members)
-    assert "(3 files are left out, because more than one dot is in their names; --key" in index(tmp_path).stderr
+    said = "3 files are left out, because more than one dot is in their names; `build folder --keep` packs them anew"
+    assert said in index(tmp_path).stderr
     by_tarfile(tmp_path / "x.tar", [*members, ("plain.jpg", picture(3))])
-    done = index(tmp_path)
-    assert "3 files are left out, because more than one dot is in their names; --key last-dot reads them" in done.stdout
+    assert said in index(tmp_path).stdout
     assert numbers_in(SampleStore(tmp_path)) == [3]
-    assert '"key"' not in (tmp_path / INDEX_NAME / "manifest.json").read_text()
-    assert index(tmp_path, "--key", "last-dot").status == 0
-    assert numbers_in(SampleStore(tmp_path)) == [0, 1, 2, 3]
-    assert words_in(tmp_path) == ["0", "1", "2", ""]
-    assert load_manifest(tmp_path).tars.fields.key == "last-dot"
-    (tmp_path / "test").mkdir()
-    by_tarfile(tmp_path / "test" / "x.tar", members)
-    assert index(tmp_path / "test", "--classes-of", str(tmp_path)).status == 0
-    assert words_in(tmp_path / "test") == ["0", "1", "2"]
+    options = {"test_share": 0.25, "image_size": 16}
+    build_dataset("folder", tmp_path / "built", root=tmp_path / "x.tar", keep=True, source_options=options)
+    assert len({*numbers_in(SampleStore(tmp_path / "built"))}) == 3
 
 
 def test_a_key_that_unicode_writes_in_two_ways_is_one(tmp_path: Path, index) -> None:  # type: ignore[no-untyped-def]
@@ -160,30 +153,6 @@ def test_a_key_that_unicode_writes_in_two_ways_is_one(tmp_path: Path, index) -> 
     assert index(tmp_path).status == 0
     assert words_in(tmp_path) == ["1"]
     assert unicodedata.is_normalized("NFC", "caf\u00e9")
-
-
-@pytest.mark.parametrize("form", ["gnu", "posix --sparse-version=0.0", "posix --sparse-version=0.1", "posix"])
-def test_sparse_files_of_gnu_tar_are_named_and_the_next_member_is_read(  # type: ignore[no-untyped-def]
-    tmp_path: Path, index, form: str
-) -> None:
-    """The file with many holes has a map of more parts than a header holds."""
-    files = tmp_path / "files"
-    files.mkdir()
-    for name, num_parts in (("b", 1), ("d", 60)):
-        with (files / f"{name}.png").open("wb") as file:
-            file.write(picture(9))
-            for part in range(num_parts):
-                file.seek((part + 1) << 20)
-                file.write(b"end")
-    for number, name in enumerate("ace"):
-        (files / f"{name}.png").write_bytes(picture(number))
-    command = f"tar --sparse --sort=name --format={form} -cf {tmp_path}/x.tar -C {files} ."
-    subprocess.run(command.split(), check=True)
-    contents = read_contents(memoryview((tmp_path / "x.tar").read_bytes()))
-    assert contents.others == [("./b.png", SPARSE), ("./d.png", SPARSE)]
-    done = index(tmp_path)
-    assert f"2 {SPARSE}, such as ./b.png" in done.stdout
-    assert numbers_in(SampleStore(tmp_path)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("skip_bad", "status"), [("0", 2), ("2", 2), ("3", 0), ("99", 0)])
