@@ -25,14 +25,12 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Schema
 
 _FLOOR = 1e-5  # least mel power; its square is 1e-10, which is -100 doubled decibels
-_CACHED_POINTS = 1 << 18  # points that a CPU transforms at once: 1 MiB in float32, which fits its cache
+_CACHED_POINTS = 1 << 19  # points that a CPU transforms at once: 2 MiB in float32, which fits its cache
 _NUM_FRAMES: Final = 64
 _LEAST_POINTS: Final = (_NUM_FRAMES - 1) ** 2  # from here on, some distance of whole points gives 64 frames
 _LEAST_RATE: Final = 2_000  # points a second; below, the lowest bands would be narrower than a frequency
 _WINDOW_SECONDS: Final = 0.052  # of a window, between the published 43 and 64 ms; then a power of two of points
 _BANDS_A_BANK = 8  # most weights of all bands together are zero; one product for each eight bands skips most of them
-
-_Filters = tuple[Tensor, list[tuple[int, int, Tensor]]]
 
 
 class MelConfig(Schema):
@@ -99,22 +97,27 @@ def power_mel(waveforms_BT: Tensor, config: MelConfig, *, needed_BN: Tensor | No
     A frame that is False in `needed_BN` (bool; None needs all) has power 0. On a CPU such a frame costs nothing.
     """
     assert waveforms_BT.dtype in (torch.float32, torch.float64)
-    filters = _filters(config, waveforms_BT.device, waveforms_BT.dtype)
+    window_W, banks = _filters(config, waveforms_BT.device, waveforms_BT.dtype)
     with torch.autocast(waveforms_BT.device.type, enabled=False):
         if not can_use_numpy(waveforms_BT):
-            power_BMN = _power(_frames(waveforms_BT, config), filters).transpose(1, 2)
+            squares_BNX = _squares(_frames(waveforms_BT, config) * window_W)
+            products = [squares_BNX[..., lowest:highest] @ weights_XM for lowest, highest, weights_XM in banks]
+            power_BMN = torch.cat(products, dim=-1).transpose(1, 2)
             return power_BMN if needed_BN is None else power_BMN.masked_fill(~needed_BN[:, None, :], 0)
-        # Only the needed frames, of a few sounds at a time, which fit the processor's cache: twice as fast.
+        # Only the needed frames, of a few sounds at a time, which fit the processor's cache: twice as fast. NumPy
+        # gathers in a quarter of torch's time, and multiplies by the banks in half of it.
         num_sounds, num_frames = len(waveforms_BT), 1 + waveforms_BT.shape[1] // config.hop
         is_needed_BN = np.ones((num_sounds, num_frames), dtype=np.bool_) if needed_BN is None else needed_BN.numpy()
         power_BNM = waveforms_BT.new_zeros(num_sounds, num_frames, config.num_mels)
         size = max(1, _CACHED_POINTS // (num_frames * config.n_fft))
         for first in range(0, num_sounds, size):
             part = slice(first, first + size)
-            # NumPy gathers in a quarter of torch's time.
             frames_RW = _frames(waveforms_BT[part], config).numpy()[is_needed_BN[part]]
-            if len(frames_RW):
-                power_BNM.numpy()[part][is_needed_BN[part]] = _power(torch.from_numpy(frames_RW), filters).numpy()
+            if not len(frames_RW):
+                continue
+            squares_RX = _squares(torch.from_numpy(frames_RW).mul_(window_W)).numpy()
+            of_banks = [squares_RX[:, lowest:highest] @ weights_XM.numpy() for lowest, highest, weights_XM in banks]
+            power_BNM.numpy()[part][is_needed_BN[part]] = np.concatenate(of_banks, axis=1)
         return power_BNM.transpose(1, 2).contiguous()
 
 
@@ -124,15 +127,12 @@ def _frames(waveforms_BT: Tensor, config: MelConfig) -> Tensor:
     return F.pad(waveforms_BT, (half, half)).unfold(1, config.n_fft, config.hop)
 
 
-def _power(frames_W: Tensor, filters: _Filters) -> Tensor:
-    """Return the power of frames (..., W) in each band, (..., M).
+def _squares(windowed_W: Tensor) -> Tensor:
+    """Return the squared real and imaginary parts of the transform of each frame: (..., W) to (..., X).
 
-    The squares of the real and the imaginary part of a frequency lie side by side; the product with the weights of the
-    bands adds them up.
+    The two squares of a frequency lie side by side; the product with the weights of the bands adds them up.
     """
-    window_W, banks = filters
-    squares_X = torch.view_as_real(torch.fft.rfft(frames_W * window_W)).square_().flatten(-2)
-    return torch.cat([squares_X[..., lowest:highest] @ weights_XM for lowest, highest, weights_XM in banks], dim=-1)
+    return torch.view_as_real(torch.fft.rfft(windowed_W)).square_().flatten(-2)
 
 
 def frames_that_hear(first_B: Tensor, length_B: Tensor, config: MelConfig) -> Tensor:
@@ -173,7 +173,9 @@ def _log(x: Tensor) -> Tensor:
 
 
 @cache  # a recorded step reads them, so none may be freed
-def _filters(config: MelConfig, device: torch.device, dtype: torch.dtype) -> _Filters:
+def _filters(
+    config: MelConfig, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, list[tuple[int, int, Tensor]]]:
     """Return the window, and the banks of bands: the first and the end of their parts of the spectrum, and weights."""
     from torchaudio import functional as audio  # here, because no run on pictures needs it
 
