@@ -98,8 +98,8 @@ class KernelCounter(TorchDispatchMode):
         if func is aten.convolution.default:
             return _in_layout_of(args[0], func(*args, **kwargs))
         if func is aten.convolution_backward.default:
-            grad, *of_parameters = func(*args, **kwargs)
-            return None if grad is None else _in_layout_of(args[1], grad), *of_parameters
+            *grads, of_bias = func(*args, **kwargs)
+            return *(None if grad is None else _in_layout_of(args[1], grad) for grad in grads), of_bias
         return func(*args, **kwargs)
 
     def count_triton(self, kernel: Any, *_: object, **__: object) -> None:
@@ -178,7 +178,7 @@ def count_kernels(config: RunConfig, *, num_ranks: int = 1, batch_size: int | No
     """
     size = batch_size or config.global_batch_size // num_ranks
     config = config.model_copy(update={"compile": False, "channels_last": True})
-    modules = build_modules(config)
+    modules = build_modules(config).to(torch.device("cpu"))  # in channels_last
     objective = build_run_objective(config, modules.encoder, num_samples=50_000, device=torch.device("cpu"))
     counter = KernelCounter()
     backward = mock.patch("torch.autograd.backward", backward_without_a_gpu)
@@ -289,7 +289,7 @@ def _accumulate(parameter: Tensor, gradient: Tensor | None) -> None:
         return
     if parameter.grad is not None:
         parameter.grad.add_(gradient)
-    elif gradient.stride() == parameter.stride():
+    elif all(size == 1 or gradient.stride(dim) == parameter.stride(dim) for dim, size in enumerate(parameter.shape)):
         parameter.grad = gradient.detach()
     else:
         parameter.grad = torch.empty_like(parameter).copy_(gradient)

@@ -12,8 +12,9 @@ from configs import resolve_recipe
 
 aten = torch.ops.aten
 BUDGETS = {
-    ("simclr:digits", "bfloat16"): 372,
-    ("viewmaker:digits", "bfloat16"): 560,
+    ("simclr:digits", "float32"): 280,
+    ("simclr:digits", "bfloat16"): 320,
+    ("viewmaker:digits", "bfloat16"): 510,
 }
 
 
@@ -32,9 +33,8 @@ def test_a_step_launches_few_kernels(recipe: str, precision: str) -> None:
 
 @pytest.mark.slow
 def test_the_number_of_kernels_does_not_depend_on_the_batch() -> None:
-    """Only batch norm takes more of them where a batch fits a GPU's cache view by view, but not as a whole."""
     config = resolve_recipe("simclr:digits", ["tracking.wandb=disabled", "precision=bfloat16"])
-    assert count_kernels(config, batch_size=8).launches == count_kernels(config, batch_size=64).launches
+    assert count_kernels(config, batch_size=8).launches == counted("simclr:digits", "bfloat16").launches
 
 
 @pytest.mark.slow

@@ -7,8 +7,7 @@ statistics of their own. Inputs and outputs are bfloat16, float16 or float32; su
 A program owns a part of the rows of one group, for some channels. It writes one partial result, and a second kernel
 combines them in a fixed order. So the same inputs give the same bits. No result depends on the number of processors.
 
-If one group fits the L2 cache of a GPU, but all groups together do not, the output of a group is computed right after
-its statistics. The second pass goes through the rows backward, because the cache holds those that were read last.
+The second pass goes through the rows backward, because the L2 cache of a GPU holds those that were read last.
 
 Statistics are one float32 vector, which can be sent to other ranks: mean and variance for each group, (S, 2, C), and
 the number of values. Shapes: N = 2 S C + 1 numbers of such a vector, P parts of the rows of a group.
@@ -17,8 +16,7 @@ the number of values. Shapes: N = 2 S C + 1 numbers of such a vector, P parts of
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import torch
 import triton
@@ -31,54 +29,34 @@ _TILE: Final = 2048  # values that the threads of a program read at once: 16 byt
 _NUM_WARPS: Final = 8
 _MOST_CHANNELS: Final = 64  # of a tile: 128 bytes of a row in bfloat16
 _NUM_PROGRAMS: Final = 512  # of a launch: four for each of the 132 processors of an H100 or H200
-_CACHED_BYTES: Final = 32 << 20  # of a tensor that the L2 cache of 50 MB can hold beside others
 _COMBINED_CHANNELS: Final = 8  # of a program that combines parts
 
 
-@dataclass(frozen=True)
-class _Grid:
-    """How the programs of a launch share rows and channels."""
+def _split(x: Tensor, num_groups: int) -> tuple[int, Callable[..., None]]:
+    """Return into how many parts the rows of a group are cut, and a function that launches a kernel on all parts."""
+    channels = x.shape[1]
+    rows = x.numel() // (channels * num_groups)
+    tile_channels = min(_MOST_CHANNELS, triton.next_power_of_2(channels))
+    tile_rows = _TILE // tile_channels
+    wanted = max(1, _NUM_PROGRAMS // (triton.cdiv(channels, tile_channels) * num_groups))
+    part_rows = triton.cdiv(triton.cdiv(rows, tile_rows), wanted) * tile_rows
+    programs = (triton.cdiv(rows, part_rows), triton.cdiv(channels, tile_channels), num_groups)
 
-    rows: int  # of a group
-    channels: int
-    tile_rows: int
-    tile_channels: int
-    part_rows: int  # of a program
-    runs: tuple[tuple[int, int], ...]  # the first group of each launch, and the one behind its last
+    def run(kernel: Any, *arguments: Any, **constants: Any) -> None:
+        tile = {"TILE_ROWS": tile_rows, "TILE_CHANNELS": tile_channels, "num_warps": _NUM_WARPS}
+        launch(kernel, programs, *arguments, rows, channels, part_rows, **constants, **tile)
 
-    @classmethod
-    def of(cls, x: Tensor, num_groups: int) -> Self:
-        channels = x.shape[1]
-        rows = x.numel() // (channels * num_groups)
-        tile_channels = min(_MOST_CHANNELS, triton.next_power_of_2(channels))
-        tile_rows = _TILE // tile_channels
-        fitting = _CACHED_BYTES * num_groups // (x.numel() * x.element_size())
-        together = min(num_groups, fitting or num_groups)
-        wanted = max(1, _NUM_PROGRAMS // (triton.cdiv(channels, tile_channels) * together))
-        num_tiles = triton.cdiv(triton.cdiv(rows, tile_rows), wanted)
-        runs = tuple((first, min(first + together, num_groups)) for first in range(0, num_groups, together))
-        return cls(rows, channels, tile_rows, tile_channels, num_tiles * tile_rows, runs)
-
-    @property
-    def num_parts(self) -> int:
-        return -(-self.rows // self.part_rows)
-
-    def launch(self, kernel: Any, run: tuple[int, int], *arguments: Any, **constants: Any) -> None:
-        """Launch a kernel for the groups of a run."""
-        first, last = run
-        programs = (self.num_parts, triton.cdiv(self.channels, self.tile_channels), last - first)
-        tile = {"TILE_ROWS": self.tile_rows, "TILE_CHANNELS": self.tile_channels, "num_warps": _NUM_WARPS}
-        launch(kernel, programs, *arguments, first, self.rows, self.channels, self.part_rows, **constants, **tile)
+    return programs[0], run
 
 
 STAGES: tl.constexpr = tl.constexpr(4)
-_LOOSE: Final = ["first_group", "rows", "part_rows", "num_groups"]  # one kernel for all their values
+_LOOSE: Final = ["rows", "part_rows"]  # one kernel for all their values
 
 
 @triton.jit
-def _own_rows(rows, channels, part_rows, first_group, TILE_ROWS: tl.constexpr, TILE_CHANNELS: tl.constexpr):
+def _own_rows(rows, channels, part_rows, TILE_ROWS: tl.constexpr, TILE_CHANNELS: tl.constexpr):
     """Return the group of this program, its channels, its first place, and its numbers of rows and tiles."""
-    group = first_group + tl.program_id(2)
+    group = tl.program_id(2)
     begin = tl.program_id(0) * part_rows
     channel = tl.program_id(1) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
     num_rows = tl.minimum(part_rows, rows - begin)
@@ -95,13 +73,10 @@ def _tile(number, channel, num_rows, channels, TILE_ROWS: tl.constexpr):
 
 @triton.jit(do_not_specialize=_LOOSE)
 def _statistics_kernel(
-    x_ptr, parts_ptr, num_groups, first_group, rows, channels, part_rows,
-    TILE_ROWS: tl.constexpr, TILE_CHANNELS: tl.constexpr,
+    x_ptr, parts_ptr, rows, channels, part_rows, TILE_ROWS: tl.constexpr, TILE_CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Write mean, variance and number of the values of each part."""
-    group, channel, start, num_rows, num_tiles = _own_rows(
-        rows, channels, part_rows, first_group, TILE_ROWS, TILE_CHANNELS
-    )
+    group, channel, start, num_rows, num_tiles = _own_rows(rows, channels, part_rows, TILE_ROWS, TILE_CHANNELS)
     x_ptr += start
     # Each place of a tile sums the distances from its own first value. That cancels by at most the number of tiles,
     # whatever the values are; a mean of squares minus a squared mean would cancel for a large mean.
@@ -123,17 +98,18 @@ def _statistics_kernel(
     away = tl.sum(mean * count, 0) / num_rows
     mean -= away[None, :]
     variance = tl.sum(squares + mean * mean * count, 0) / num_rows
-    parts_ptr += tl.program_id(0) * (2 * num_groups * channels + 1)
+    last = 2 * tl.num_programs(2) * channels  # the place of the number of values
+    parts_ptr += tl.program_id(0) * (last + 1)
     mine = parts_ptr + 2 * group * channels + channel
     tl.store(mine, near + away, channel < channels)
     tl.store(mine + channels, variance, channel < channels)
-    tl.store(parts_ptr + 2 * num_groups * channels, num_rows.to(tl.float32))
+    tl.store(parts_ptr + last, num_rows.to(tl.float32))
 
 
-@triton.jit(do_not_specialize=[*_LOOSE, "num_parts", "last_group", "momentum"])
+@triton.jit(do_not_specialize=["num_parts", "num_groups", "momentum"])
 def _combine_kernel(
     parts_ptr, stats_ptr, running_mean_ptr, running_var_ptr,
-    momentum, num_parts, num_groups, first_group, last_group, channels,
+    momentum, num_parts, num_groups, channels,
     RUNNING: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Combine the statistics of parts as in Chan et al. 1983, and update the running statistics, group after group."""
@@ -147,7 +123,7 @@ def _combine_kernel(
     total = tl.sum(count, 0)
     tl.store(stats_ptr + last, total)
     share = (count / total)[:, None]
-    for group in range(first_group, last_group):
+    for group in range(num_groups):
         place = 2 * group * channels + channel
         mean = tl.load(parts_ptr + part_place[:, None] + place[None, :], exists, other=0.0)
         variance = tl.load(parts_ptr + part_place[:, None] + (place + channels)[None, :], exists, other=0.0)
@@ -179,12 +155,10 @@ def _of_channels(stats_ptr, weight_ptr, group, channel, channels, eps):
 
 @triton.jit(do_not_specialize=[*_LOOSE, "eps"])
 def _normalise_kernel(
-    x_ptr, residual_ptr, stats_ptr, weight_ptr, bias_ptr, out_ptr, eps, first_group, rows, channels, part_rows,
+    x_ptr, residual_ptr, stats_ptr, weight_ptr, bias_ptr, out_ptr, eps, rows, channels, part_rows,
     RESIDUAL: tl.constexpr, RELU: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    group, channel, start, num_rows, num_tiles = _own_rows(
-        rows, channels, part_rows, first_group, TILE_ROWS, TILE_CHANNELS
-    )
+    group, channel, start, num_rows, num_tiles = _own_rows(rows, channels, part_rows, TILE_ROWS, TILE_CHANNELS)
     mean, invstd, weight = _of_channels(stats_ptr, weight_ptr, group, channel, channels, eps)
     scale = (invstd * weight)[None, :]
     bias = tl.load(bias_ptr + channel, channel < channels, other=0.0).to(tl.float32)[None, :]
@@ -223,13 +197,11 @@ def _before_relu(
 @triton.jit(do_not_specialize=[*_LOOSE, "eps"])
 def _sums_kernel(
     grad_ptr, x_ptr, out_ptr, stats_ptr, weight_ptr, bias_ptr, parts_ptr, grad_residual_ptr,
-    eps, num_groups, first_group, rows, channels, part_rows,
+    eps, rows, channels, part_rows,
     RESIDUAL: tl.constexpr, RELU: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Write sums of grad * normalised x and of grad over each part, and the gradient of the residual."""
-    group, channel, start, num_rows, num_tiles = _own_rows(
-        rows, channels, part_rows, first_group, TILE_ROWS, TILE_CHANNELS
-    )
+    group, channel, start, num_rows, num_tiles = _own_rows(rows, channels, part_rows, TILE_ROWS, TILE_CHANNELS)
     mean, invstd, weight = _of_channels(stats_ptr, weight_ptr, group, channel, channels, eps)
     bias = tl.load(bias_ptr + channel, channel < channels, other=0.0).to(tl.float32)
     grad_ptr += start
@@ -247,25 +219,33 @@ def _sums_kernel(
         products += grad * (x - mean[None, :])
         total += grad
     known = channel < channels
-    mine = parts_ptr + (tl.program_id(0) * num_groups + group) * 2 * channels + channel
+    mine = parts_ptr + (tl.program_id(0) * tl.num_programs(2) + group) * 2 * channels + channel
     tl.store(mine, tl.sum(products, 0) * invstd, known)
     tl.store(mine + channels, tl.sum(total, 0), known)
 
 
 @triton.jit(do_not_specialize=[*_LOOSE, "eps"])
 def _gradient_kernel(
-    grad_ptr, x_ptr, stats_ptr, weight_ptr, bias_ptr, sums_ptr, grad_x_ptr,
-    eps, num_groups, first_group, rows, channels, part_rows,
+    grad_ptr, x_ptr, stats_ptr, weight_ptr, bias_ptr, sums_ptr, own_sums_ptr, grad_x_ptr, grads_ptr,
+    eps, rows, channels, part_rows,
     RELU: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Write weight / std * (grad - mean of grad - normalised x * mean of grad * normalised x)."""
-    group, channel, start, num_rows, num_tiles = _own_rows(
-        rows, channels, part_rows, first_group, TILE_ROWS, TILE_CHANNELS
-    )
+    """Write weight / std * (grad - mean of grad - normalised x * mean of grad * normalised x).
+
+    The programs of the first rows also write this rank's gradients of weight and bias, which are sums over the groups.
+    """
+    group, channel, start, num_rows, num_tiles = _own_rows(rows, channels, part_rows, TILE_ROWS, TILE_CHANNELS)
     mean, invstd, weight = _of_channels(stats_ptr, weight_ptr, group, channel, channels, eps)
     known = channel < channels
     bias = tl.load(bias_ptr + channel, known, other=0.0).to(tl.float32)
-    values = tl.load(stats_ptr + 2 * num_groups * channels)
+    if (tl.program_id(0) == 0) & (group == 0):
+        for half in range(2):
+            place = half * channels + channel
+            grads = tl.zeros((TILE_CHANNELS,), tl.float32)
+            for number in range(tl.num_programs(2)):
+                grads += tl.load(own_sums_ptr + 2 * number * channels + place, known, other=0.0)
+            tl.store(grads_ptr + place, grads, known)
+    values = tl.load(stats_ptr + 2 * tl.num_programs(2) * channels)
     sums_ptr += 2 * group * channels + channel
     slope = (invstd * tl.load(sums_ptr, known, other=0.0) / values)[None, :]
     level = (tl.load(sums_ptr + channels, known, other=0.0) / values)[None, :]
@@ -298,36 +278,23 @@ def normalised(
     running: running mean and variance (C,) to be updated in place, and their momentum.
     gather: a function from the statistics of this rank (1, N) to those of all ranks (R, N); None in one process.
     """
-    grid = _Grid.of(x, num_groups)
+    num_parts, run = _split(x, num_groups)
     out = torch.empty_like(x)
-    parts_PN = torch.empty((grid.num_parts, 2 * num_groups * grid.channels + 1), device=x.device)
+    parts_PN = torch.empty((num_parts, 2 * num_groups * len(weight_C) + 1), device=x.device)
     stats_N = torch.empty_like(parts_PN[0])
-
-    def normalise(run: tuple[int, int]) -> None:
-        arguments = (x, x if residual is None else residual, stats_N, weight_C, bias_C, out, eps)
-        grid.launch(_normalise_kernel, run, *arguments, RESIDUAL=residual is not None, RELU=relu)
-
-    for run in grid.runs:
-        grid.launch(_statistics_kernel, run, x, parts_PN, num_groups)
-        if gather is None:
-            _combine(parts_PN, stats_N, num_groups, run, running)
-            normalise(run)
+    run(_statistics_kernel, x, parts_PN)
     if gather is not None:
-        _combine(parts_PN, stats_N, num_groups, (0, num_groups), None)
-        _combine(gather(stats_N[None]), stats_N, num_groups, (0, num_groups), running)
-        normalise((0, num_groups))
+        _combine(parts_PN, stats_N, num_groups, None)
+        parts_PN = gather(stats_N[None])
+    _combine(parts_PN, stats_N, num_groups, running)
+    arguments = (x, x if residual is None else residual, stats_N, weight_C, bias_C, out, eps)
+    run(_normalise_kernel, *arguments, RESIDUAL=residual is not None, RELU=relu)
     return out, stats_N
 
 
-def _combine(
-    parts_PN: Tensor,
-    stats_N: Tensor,
-    num_groups: int,
-    run: tuple[int, int],
-    running: tuple[Tensor, Tensor, float] | None,
-) -> None:
+def _combine(parts_PN: Tensor, stats_N: Tensor, num_groups: int, running: tuple[Tensor, Tensor, float] | None) -> None:
     channels = len(stats_N) // (2 * num_groups)
-    arguments = (parts_PN, stats_N, *(running or (stats_N, stats_N, 0.0)), len(parts_PN), num_groups, *run, channels)
+    arguments = (parts_PN, stats_N, *(running or (stats_N, stats_N, 0.0)), len(parts_PN), num_groups, channels)
     constants = {"PARTS": triton.next_power_of_2(len(parts_PN)), "CHANNELS": _COMBINED_CHANNELS}
     programs = (triton.cdiv(channels, _COMBINED_CHANNELS),)
     launch(_combine_kernel, programs, *arguments, RUNNING=running is not None, **constants)
@@ -352,33 +319,19 @@ def gradients(
     reduce: a function from sums of this rank to their sums over all ranks; None in one process.
     """
     grad = grad.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.contiguous_format)
-    grid = _Grid.of(x, num_groups)
+    num_parts, run = _split(x, num_groups)
     grad_x = torch.empty_like(x)
     grad_residual = None if out is None else torch.empty_like(x)
-    parts_PS2C = torch.empty((grid.num_parts, num_groups, 2, grid.channels), device=x.device)
-    own_S2C = torch.empty_like(parts_PS2C[0])
+    parts_PS2C = torch.empty((num_parts, num_groups, 2, len(weight_C)), device=x.device)
     of_channels = (stats_N, weight_C, bias_C)
-
-    def gradient(run: tuple[int, int], sums_S2C: Tensor) -> None:
-        arguments = (
-            grad if grad_residual is None else grad_residual,
-            x,
-            *of_channels,
-            sums_S2C,
-            grad_x,
-            eps,
-            num_groups,
-        )
-        grid.launch(_gradient_kernel, run, *arguments, RELU=relu and grad_residual is None)
-
-    for run in grid.runs:
-        unused = x  # in place of what there is not
-        arguments = (grad, x, unused if out is None else out, *of_channels, parts_PS2C)
-        written = unused if grad_residual is None else grad_residual
-        grid.launch(_sums_kernel, run, *arguments, written, eps, num_groups, RESIDUAL=out is not None, RELU=relu)
-        torch.sum(parts_PS2C[:, slice(*run)], 0, out=own_S2C[slice(*run)])
-        if reduce is None:
-            gradient(run, own_S2C)
-    if reduce is not None:
-        gradient((0, num_groups), reduce(own_S2C))
-    return grad_x, grad_residual, own_S2C.sum(0).to(weight_C.dtype)
+    unused = x  # in place of what there is not
+    arguments = (grad, x, unused if out is None else out, *of_channels, parts_PS2C)
+    written = unused if grad_residual is None else grad_residual
+    run(_sums_kernel, *arguments, written, eps, RESIDUAL=out is not None, RELU=relu)
+    own_S2C = parts_PS2C.sum(0)
+    sums_S2C = own_S2C if reduce is None else reduce(own_S2C)
+    grads_2C = torch.empty_like(own_S2C[0])
+    before_relu = grad if grad_residual is None else grad_residual
+    results = (sums_S2C, own_S2C, grad_x, grads_2C)
+    run(_gradient_kernel, before_relu, x, *of_channels, *results, eps, RELU=relu and grad_residual is None)
+    return grad_x, grad_residual, grads_2C.to(weight_C.dtype)
