@@ -13,13 +13,14 @@ DEMO_TRAIN = OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalo
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick lint docs sizes clean
+.PHONY: help demo table test quick lint docs sizes clean
 
 help:
 	@echo 'make demo    train with expert views and with a viewmaker, and compare them in one report (minutes on 2 cores)'
 	@echo 'make test    run every test that this machine can run, on 2 cores; ARGS="-k slurm" picks some'
 	@echo 'make quick   run the tests that start no other process and take no long time'
 	@echo 'make lint    formatting, ruff, mypy --strict'
+	@echo 'make table   train, probe and report a study on this machine, such as make table STUDY=table1_small'
 	@echo 'make docs    build/docs/index.html: these docs and an API reference; a broken link is an error'
 	@echo 'make sizes   the lines of each room of the code and the words of the docs, beside their budgets'
 	@echo 'make clean   remove .venv, the demo and all caches'
@@ -35,6 +36,12 @@ demo: $(INSTALLED)
 	$(BIN)/python -m trainer.analyze views demo/expert demo/viewmaker
 	$(BIN)/python -m trainer.report demo/expert demo/viewmaker --out demo/report.html
 	@echo 'The report: $(CURDIR)/demo/report.html'
+
+table: $(INSTALLED)
+	@test -n '$(STUDY)' || { echo 'error: name a study: make table STUDY=table1_small' >&2; exit 1; }
+	$(BIN)/python launch/slurm.py --executor local --study studies:$(STUDY) --at-a-time 2
+	$(BIN)/python -m trainer.probe runs/$(STUDY) --untrained
+	$(BIN)/python -m trainer.report --study $(STUDY) runs/$(STUDY)
 
 test: $(INSTALLED)
 	$(BIN)/pytest -n 3 $(WORKERS) $(ARGS)

@@ -8,14 +8,9 @@ so the views do not share the second feature. Use `--set data.overlay=online` fo
 published viewmaker of sounds works after a crop and noise on the waveform, which the paper does not mention: use
 `--set views.waveform={}`.
 `..._speech` and `..._sound` have only speech or only backgrounds. The paper does not say how it removed the speech;
-here silence replaces it. Build the shards first, for example
+here silence replaces it. Build the shards first:
 
-    for split in train test; do
-      python -m data_pipeline build spoken_noise --root DIR --overlay online --split $split \
-             --out data/spoken_noise/$split
-      python -m data_pipeline build spoken --root DIR --split $split --out data/spoken/$split
-      python -m data_pipeline build noise --root DIR --overlay online --split $split --out data/noise/$split
-    done
+    python -m data_pipeline papers --root DIR --out data
     torchrun --standalone --nproc-per-node 8 launch/train.py --config audio:spectral
 
 With `--source fsdd` the sounds have 8,000 points a second: add `--set data.sample_rate=of_data`. This is not the

@@ -7,11 +7,9 @@ as in the published code. Pictures are normalised with the mean and deviation of
 from kNN on the test set at the best epoch, averaged over the seeds 0, 1 and 2.
 
 A recipe has all five transforms: a crop, e flip, d jitter, c grayscale, b blur. For other rows and colour strengths see
-`trainer.views.expert_image.huang_views`. Build the shards first, for example
+`trainer.views.expert_image.huang_views`. Build the shards first:
 
-    for split in train test; do
-      python -m data_pipeline build cifar10 --root DIR --split $split --out data/cifar10/$split
-    done
+    python -m data_pipeline papers --root DIR --out data
     torchrun --standalone --nproc-per-node 8 launch/train.py --config huang:moco
 """
 

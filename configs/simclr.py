@@ -2,12 +2,10 @@
 
 Loss, temperature and the constant learning rate are taken from the published code. The encoder is a ResNet-18 for small
 images, trained for 200 epochs. As published, another overlay is drawn each time a picture is read (`--overlay online`).
-Build the shards first, for example
+Build the shards first, by the first command or only one of them by the second:
 
-    for split in train test; do
-      python -m data_pipeline build cifar10_digits --overlay online --root DIR --split $split \
-             --out data/cifar10_digits/$split
-    done
+    python -m data_pipeline papers --root DIR --out data
+    python -m data_pipeline build cifar10_digits --overlay online --root DIR --split both --out data/cifar10_digits
     torchrun --standalone --nproc-per-node 8 launch/train.py --config simclr:digits
 """
 

@@ -14,19 +14,9 @@ Their accuracies mean nothing by themselves, so the report compares only directi
 
     python launch/slurm.py --executor local --study studies:table1_small --at-a-time 2
 
-Build their shards from any source. If you have only MNIST's test digits, add
-`--overlay-option digits=mnist_t10k` to cifar10_digits:
+This builds their shards. If you have only MNIST's test digits, add `--digits mnist_t10k`:
 
-    for set in cifar10 cifar10_shapes cifar10_digits cifar10_letters; do
-      drawn=$([ $set = cifar10 ] || echo --overlay online)
-      python -m data_pipeline build $set $drawn --root DIR --limit 4000 --out data/small/$set/train
-      python -m data_pipeline build $set $drawn --root DIR --split test --limit 2000 --out data/small/$set/test
-    done
-    for set in spoken noise spoken_noise; do for split in train test; do
-      drawn=$([ $set = spoken ] || echo --overlay online --overlay-option noise_root=DIR)
-      python -m data_pipeline build $set $drawn --source fsdd --root DIR --split $split --limit 1000 \
-             --out data/small/$set/$split
-    done; done
+    python -m data_pipeline papers --root DIR --out data --small
 """
 
 from __future__ import annotations

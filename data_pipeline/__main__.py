@@ -202,22 +202,30 @@ def _trace(parser: argparse.ArgumentParser) -> None:
 
 
 def _suppression(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--settings", metavar="A,B", help="Build only these settings, such as randbit,dominoes.")
+    _add_files(parser, digits=DIGITS[1])
+
+
+def _papers(parser: argparse.ArgumentParser) -> None:
+    _add_files(parser, digits=DIGITS[0])
+
+
+def _add_files(parser: argparse.ArgumentParser, *, digits: str) -> None:
     add = parser.add_argument
     add("--root", metavar="PATH", type=Path, required=True, help="The directory of CIFAR-10, MNIST/raw and the sounds.")
     add("--out", metavar="DIR", type=Path, required=True, help="The directory to write the datasets to.")
-    add("--small", action="store_true", help="Build the datasets for a CPU: fewer and smaller pictures.")
-    add("--settings", metavar="A,B", help="Build only these settings, such as randbit,dominoes.")
+    add("--small", action="store_true", help="Build the datasets for a CPU: fewer and smaller samples.")
     add("--limit", metavar="N", type=positive, help="Use at most N records of each split, for a trial.")
     add(
         "--cifar",
         choices=("torchvision", "folder"),
         default="torchvision",
-        help="How CIFAR-10 is stored: as torchvision downloads it (default), or in folders train/CLASS and test/CLASS.",
+        help="How CIFAR is stored: as torchvision downloads it (default), or in folders train/CLASS and test/CLASS.",
     )
     add(
         "--digits",
         metavar="|".join(DIGITS[:-1]),
-        default=DIGITS[1],
+        default=digits,
         help="The digits of MNIST in each split (default: %(default)s).",
     )
     add("--speech-root", metavar="PATH", type=Path, help="The directory of spoken digits (default: --root).")
@@ -260,6 +268,7 @@ COMMANDS: Mapping[str, Command] = {
         "data_pipeline.building.index_tars",
     ),
     "build": Command("Build a dataset: shards and a manifest.", _build, "data_pipeline.building.build"),
+    "papers": Command("Build every dataset of the papers' tables.", _papers, "data_pipeline.building.papers"),
     "suppression": Command(
         "Build every dataset of the suppression benchmark.", _suppression, "data_pipeline.building.suppression"
     ),

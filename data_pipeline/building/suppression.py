@@ -47,6 +47,53 @@ class Files:
     noise: Path | None = None
 
 
+@dataclass(frozen=True)
+class Part:
+    """A split of a dataset to build, and what a message calls it.
+
+    Attributes:
+        arguments: those of `build_dataset`, without directory, split and number of workers.
+    """
+
+    title: str
+    directory: Path
+    split: str
+    arguments: Mapping[str, Any]
+
+
+def files_of(arguments: argparse.Namespace) -> Files:
+    """Return the places of the files that a command line names."""
+    return Files(
+        root=arguments.root,
+        cifar=arguments.cifar,
+        digits=arguments.digits,
+        speech=arguments.speech_root,
+        noise=arguments.noise_root,
+    )
+
+
+def build_parts(parts: Sequence[Part], *, limit: int | None, num_workers: int) -> list[str]:
+    """Build every part, and return a sentence for each title of which a part could not be built.
+
+    After such a part, others of its title are left out. `limit` bounds the samples of a part further.
+    """
+    problems: dict[str, str] = {}
+    for part in parts:
+        if part.title in problems:
+            continue
+        at_most = min((most for most in (part.arguments["limit"], limit) if most is not None), default=None)
+        try:
+            build_dataset(
+                directory=part.directory,
+                split=part.split,
+                num_workers=num_workers,
+                **{**part.arguments, "limit": at_most},
+            )
+        except UserError as error:
+            problems[part.title] = f"{part.title} was not built: {error}"
+    return list(problems.values())
+
+
 def arguments_of(setting: Setting, difficulty: str, *, split: str, scale: Scale, files: Files) -> dict[str, Any]:
     """Return the arguments of `build_dataset` for a split of a setting: source, root and options."""
     overlay = setting.options("overlay", difficulty=difficulty, split=split, scale=scale)
@@ -82,33 +129,30 @@ def build_suppression(
 
     A dataset that is there is checked, not built again. `limit` bounds the samples of a split further.
     """
-    problems = []
-    for name in names:
-        setting = SETTINGS[name]
-        try:
-            for difficulty in setting.names_of_difficulties(scale):
-                for split in SPLITS:
-                    build_dataset(
-                        setting.dataset,
-                        Path(directory_of(str(out), name, difficulty, split)),
-                        split=split,
-                        limit=_limit(setting, split=split, scale=scale, at_most=limit),
-                        overlay=None if setting.overlay is None else "online",
-                        num_workers=num_workers,
-                        **arguments_of(setting, difficulty, split=split, scale=scale, files=files),
-                    )
-        except UserError as error:
-            problems.append(f"{setting.title} was not built: {error}")
-    return problems
+    parts = [
+        Part(
+            setting.title,
+            Path(directory_of(str(out), name, difficulty, split)),
+            split,
+            {
+                "dataset": setting.dataset,
+                "overlay": None if setting.overlay is None else "online",
+                "limit": _limit(setting, split=split, scale=scale),
+                **arguments_of(setting, difficulty, split=split, scale=scale, files=files),
+            },
+        )
+        for name in names
+        for setting in (SETTINGS[name],)
+        for difficulty in setting.names_of_difficulties(scale)
+        for split in SPLITS
+    ]
+    return build_parts(parts, limit=limit, num_workers=num_workers)
 
 
-def _limit(setting: Setting, *, split: str, scale: Scale, at_most: int | None) -> int | None:
-    of_scale = None
+def _limit(setting: Setting, *, split: str, scale: Scale) -> int | None:
     if scale == "small":
-        of_scale = (_NUM_SMALL_SOUNDS if setting.is_sound else _NUM_SMALL)[split]
-    elif setting.overlay is None:
-        of_scale = _NUM_FULL_TRIFEATURE[split]
-    return min((limit for limit in (of_scale, at_most) if limit is not None), default=None)
+        return (_NUM_SMALL_SOUNDS if setting.is_sound else _NUM_SMALL)[split]
+    return _NUM_FULL_TRIFEATURE[split] if setting.overlay is None else None
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -117,18 +161,11 @@ def run(arguments: argparse.Namespace) -> None:
     for name in names:
         if name not in SETTINGS:
             raise UserError(f'unknown setting "{name}"{nearest(name, SETTINGS)}')
-    files = Files(
-        root=arguments.root,
-        cifar=arguments.cifar,
-        digits=arguments.digits,
-        speech=arguments.speech_root,
-        noise=arguments.noise_root,
-    )
     problems = build_suppression(
         arguments.out,
         names=names,
         scale="small" if arguments.small else "full",
-        files=files,
+        files=files_of(arguments),
         limit=arguments.limit,
         num_workers=arguments.workers,
     )
