@@ -245,6 +245,20 @@ def test_table_1_is_its_eight_recipes_with_three_seeds() -> None:
     assert not [name for name in recipes() if "studies" in name], "a study is no recipe"
 
 
+def test_an_override_reaches_the_runs_of_a_study_that_have_its_setting() -> None:
+    runs = resolve_study("studies:table1", ["views.clamp=false", "adversary.update=alternating"])
+    assert {(run.views.kind, getattr(run.views, "clamp", None)) for run in runs} == {
+        ("expert_image", None),
+        ("viewmaker", False),
+    }
+    assert {run.adversary and run.adversary.update for run in runs} == {None, "alternating"}
+    others = resolve_study("studies:table1", ["objective.kind=nt_xent", "objective.temperature=0.2"])
+    assert {(run.objective.kind, getattr(run.objective, "temperature", None)) for run in others} == {("nt_xent", 0.2)}
+    for wrong in ("views.clam=false", "views.clamp=7", "optimiser.learning_rate=1", "adversary=3"):
+        with pytest.raises(UserError, match=wrong.partition("=")[0].rpartition(".")[2]):
+            resolve_study("studies:table1", [wrong])
+
+
 def test_overrides_reach_every_run_of_a_study() -> None:
     study, changed = resolve_study("studies:debug_seeds"), resolve_study("studies:debug_seeds", ["num_epochs=3"])
     assert {(config.name, config.seed) for config in study} == {

@@ -11,6 +11,7 @@ import pytest
 from configs import studies
 from configs.resolve import resolve_study
 from data_pipeline.__main__ import main as data_pipeline
+from data_pipeline.core.schema import flatten
 from trainer.config import RunConfig
 from trainer.data import open_stream
 from trainer.models.encoder import build_encoder
@@ -21,8 +22,8 @@ from trainer.views.expert_image import ExpertImageConfig, huang_views
 from trainer.views.viewmaker import ViewmakerConfig
 
 STUDIES = [line["study"] for line in read_published("studies")]
-EVERY = [*STUDIES, "sharing", "firing", "ablations", "large_batches"]
-FORMS = [form for name in STUDIES for form in (name, f"{name}_small")]
+EVERY = [*STUDIES, "table1_as_code", "table1_as_paper"]
+FORMS = [form for name in EVERY for form in (name, f"{name}_small")]
 
 
 @cache
@@ -163,14 +164,36 @@ def test_an_ablation_changes_one_thing() -> None:
         assert len(changed) == (0 if name == base else 1)
 
 
+def test_table_1_as_code_and_as_paper_differ_from_table_1_where_code_and_paper_do() -> None:
+    def changes(name: str) -> dict[str, dict[str, object]]:
+        ours = {run.name: flatten(run) for run in studies.table1() if run.seed == 0}
+        return {
+            run.name: {key: value for key, value in flatten(run).items() if value != ours[run.name][key]}
+            for run in getattr(studies, name)()
+            if run.seed == 0
+        }
+
+    ours = changes("table1")
+    learned = [name for name in ours if name.startswith("viewmaker")]
+    probe = {"probe.batch_norm": "train"}
+    code = {name: {**probe, "views.clamp": False, "adversary.update": "alternating"} for name in learned}
+    assert changes("table1_as_code") == dict.fromkeys(ours, probe) | code
+    paper = {name: {"objective.temperature": 0.1} for name in ours}
+    letters = {"viewmaker-cifar10_letters": {"objective.temperature": 0.1, "views.budget": 0.05}}
+    assert changes("table1_as_paper") == paper | letters
+
+
 def test_published_differences_are_those_of_the_cells_and_larger_than_their_deviation() -> None:
     """A published deviation is that of a population of three seeds: the error of a mean is a root of 2 smaller."""
     cells = {(cell["study"], cell["label"], cell["run"]): cell for cell in read_published("cells")}
     for line in read_published("differences"):
-        if line["study"] == "pairs":  # a figure without numbers
-            assert line["points"] == "+"
-            continue
         a, b = (cells[line["study"], line["label"], line[name]] for name in ("first", "second"))
+        if not a["mean"]:  # a figure without numbers, or nothing
+            assert (
+                line["points"]
+                in {"pairs": {"+"}, "firing": {"+"}, "sharing": {""}, "ablations": {"+", ""}}[line["study"]]
+            )
+            continue
         assert float(line["points"]) == pytest.approx(float(a["mean"]) - float(b["mean"]), abs=1e-6)
         error = math.hypot(float(a["deviation"] or 0), float(b["deviation"] or 0)) / math.sqrt(2)
         assert abs(float(line["points"])) > 2 * error

@@ -56,7 +56,8 @@ class Study:
     about: title, source, row_title, `measure`, which is "linear" (the probe after its last epoch) or "knn_best" (the
         best vote of all checkpoints), and `num_train`, the train samples of the paper.
     cells: row, group, column, label, the run that fills the cell, and mean and deviation, empty without a number.
-    differences: label, first run, second run, and points ("+" or "-" if only the sign is known).
+    differences: label, first run, second run, and points ("+" or "-" if only the sign is known, empty
+        if nothing is).
     """
 
     name: str
@@ -81,11 +82,12 @@ def study(name: str) -> Study:
     """Return the study of that name, with or without "studies:". Raises `UserError` with the nearest name."""
     name = name.removeprefix("studies:")
     full = name.removesuffix(SMALL_STUDY)
+    full = full.removesuffix("_as_code").removesuffix("_as_paper")  # other settings, the same table
     lines = {line["study"]: line for line in read_published("studies")}
     if full not in lines:
         known = [form for one in lines for form in (one, one + SMALL_STUDY)]
         raise UserError(f'there is no study "{name}"{nearest(name, known)}')
-    ending = SMALL_RUN if name != full else ""
+    ending = SMALL_RUN if name.endswith(SMALL_STUDY) else ""
     runs = recipes(name)  # the small form of a large table lacks some
 
     def of_study(table: str, *columns: str) -> list[dict[str, str]]:
@@ -250,6 +252,8 @@ def _differences(study: Study, readings: _Readings) -> tuple[list[str], list[lis
             outcome = "not measured"
         elif ours.p >= LEVEL:
             outcome = "not told from chance"
+        elif not published:
+            outcome = "told from chance"
         else:
             outcome = "same" if (ours.mean > 0) != published.startswith("-") else "opposite"
         paper = published if published in "+-" else f"{float(published):+.1f}".replace("-", "−")
