@@ -49,7 +49,7 @@ class RunConfig(Schema):
     cudnn_benchmark: whether cuDNN times its kernels for each convolution at each start, and takes the fastest. Then
         another start may take others, so a restart on a GPU is the whole run up to rounding.
     max_skipped_in_a_row: the number of skipped steps in a row that ends training. A step is skipped if its loss or
-        gradient is not finite. In float16, steps whose gradient is too large only for the loss scale do not count.
+        gradient is not finite.
     checkpoint_every_steps: the steps between two checkpoints; there is also one at the end.
     keep_checkpoints: the number of newest checkpoints to keep.
     log_every_steps: the steps between two lines of metrics.
@@ -68,7 +68,7 @@ class RunConfig(Schema):
     global_batch_size: Annotated[int, Field(ge=2, le=2**24)]
     num_epochs: Count
     memory: MemoryConfig = MemoryConfig()
-    precision: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    precision: Literal["float32", "bfloat16", "float64"] = "float32"
     channels_last: bool = False
     compile: bool | Literal["auto", "step", "both"] = "auto"
     cudnn_benchmark: bool = False

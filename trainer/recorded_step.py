@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from data_pipeline.core.batch import Batch
 from trainer.config import RunConfig
 from trainer.liveness import stage
-from trainer.optim.loss_scale import LossScale
 from trainer.own_code import own_packages
 from trainer.profiling import untimed
 from trainer.step import RecordedMoment, StepOutput, TrainingStep
@@ -169,10 +168,6 @@ class RecordedStep:
     def is_recorded(self) -> bool:
         """Return whether a step is recorded, so that steps of its form are replays."""
         return self._recording is not None
-
-    @property
-    def loss_scale(self) -> LossScale:
-        return self._step.loss_scale
 
     def __call__(self, batch: Batch, *, learning_rates: Mapping[str, float]) -> StepOutput:
         """Train on a batch, as `TrainingStep` does. Views and embeddings are valid until the next step."""

@@ -23,14 +23,14 @@ from trainer.build import Training
 from trainer.checkpoint.restore import Restored
 from trainer.checkpoint.run_state import RunState, SkipCounts
 from trainer.data import Manifests
-from trainer.distributed.collectives import all_gather_json, any_rank, rank
+from trainer.distributed.collectives import all_gather_json, rank
 from trainer.fault_tolerance.bad_samples import BadSamples
 from trainer.run_dir import RunDir
 from trainer.step import StepOutput
 
 logger = logging.getLogger(__name__)
 
-_ADVICE = "lower the learning rate, or set precision=float32 if it has 16 bits, with another --run-dir"
+_ADVICE = "lower the learning rate, or set precision=float32 if it is bfloat16, with another --run-dir"
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RunCounters:
     ) -> None:
         self._data, config = manifests.identity, training.modules.config
         before = restored.run or RunState(data=self._data, wall_seconds=0.0)
-        self._max_in_a_row, self._is_float16 = config.max_skipped_in_a_row, config.precision == "float16"
+        self._max_in_a_row = config.max_skipped_in_a_row
         self._skipped = before.skipped
         self._lag = 1 if device.type == "cuda" else 0
         self._pending: deque[_PendingStep] = deque()
@@ -117,9 +117,9 @@ class RunCounters:
         return round(self._seconds_before + time.perf_counter() - self._started, 1)
 
     def _check_end(self, num_steps: int) -> None:
-        """Raise `UserError` if more steps were skipped than taken. In float16 a search may skip most of them."""
+        """Raise `UserError` if more steps were skipped than taken."""
         total, in_a_row = self._skipped.total, self._skipped.in_a_row
-        if 2 * total > num_steps and not self._is_float16:
+        if 2 * total > num_steps:
             raise UserError(
                 f"{total} of {num_steps} steps were skipped, because the loss or a gradient was not finite; {_ADVICE}"
             )
@@ -127,37 +127,23 @@ class RunCounters:
             logger.warning("the last %d steps of the run were skipped: check what it has learned", in_a_row)
 
     def _judge(self, pending: _PendingStep) -> None:
-        """Count a step, and log it if it was skipped.
-
-        A step that the search for the loss scale of float16 has skipped by design counts in the total, and neither adds
-        to the steps in a row nor ends them.
-        """
+        """Count a step, and log it if it was skipped."""
         if pending.known is not None:
             pending.known.synchronize()
         skipped, step = bool(pending.skipped), pending.step
-        by_design = skipped and self._is_float16 and _may_be_scaled_less(pending.metrics)
-        if skipped and not by_design:
+        if skipped:
             finite = all_gather_json(math.isfinite(float(pending.metrics["train/loss"])), bool)
             if rank() == 0:
                 ranks = ", ".join(str(number) for number, is_finite in enumerate(finite) if not is_finite)
                 what = f"the loss of rank {ranks}" if ranks else "a gradient or its length"
                 logger.warning("step %d was skipped: %s was not finite", step, what)
-        in_a_row = self._skipped.in_a_row if by_design else self._skipped.in_a_row + 1 if skipped else 0
+        in_a_row = self._skipped.in_a_row + 1 if skipped else 0
         self._skipped = SkipCounts(total=self._skipped.total + skipped, in_a_row=in_a_row)
         self._has_learned |= not skipped
-        if skipped and not by_design and in_a_row >= self._max_in_a_row:
+        if in_a_row >= self._max_in_a_row:
             raise UserError(
                 f"the loss or a gradient was not finite in {in_a_row} steps in a row, up to step {step}; {_ADVICE}"
             )
-
-
-def _may_be_scaled_less(metrics: Mapping[str, Tensor]) -> bool:
-    """Return whether a gradient of float16 was too large only because of the loss scale, which is being searched for.
-
-    At a scale of 1 the search has failed. Every rank must call this at the same time.
-    """
-    has_failed = not math.isfinite(float(metrics["train/loss"])) or float(metrics["train/loss_scale"]) <= 1
-    return not any_rank(has_failed)
 
 
 def _copy_to_host(flag: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

@@ -38,7 +38,6 @@ from trainer.models.activation_checkpointing import buffers_untouched
 from trainer.models.random_layers import has_random_layers, seeded
 from trainer.objectives import Objective, ObjectiveOutput, ViewPair
 from trainer.objectives.health import embedding_health
-from trainer.optim.loss_scale import LossScale
 from trainer.optim.skipping import StateSnapshot, any_not_finite
 from trainer.views import ViewPolicy
 from trainer.views.composed import Composed
@@ -164,7 +163,6 @@ class TrainingStep:
         self._snapshot = StateSnapshot([self._encoder.module, objective, *learned_views])
         device = next(self._encoder.module.parameters()).device
         self._not_skipped = torch.zeros((), dtype=torch.bool, device=device)  # until the optimizers step
-        self.loss_scale = LossScale(enabled=config.precision == "float16", device=device)
 
     def __call__(self, batch: Batch, *, learning_rates: Mapping[str, float]) -> StepOutput:
         """Train on this rank's part of a global batch, which is on the training device.
@@ -203,9 +201,6 @@ class TrainingStep:
             result, skip = self._simultaneous_step(batch, learning_rates, adversary, moment)
         else:
             result, skip = self._alternating_step(batch, learning_rates, adversary, moment)
-        if self.loss_scale.scale is not None:
-            result.metrics["train/loss_scale"] = self.loss_scale.scale.clone()
-        self.loss_scale.update(skip)
         self._taken_change()  # of the second pass of micro batches, so that the policy keeps no tensors
         return dataclasses.replace(result, skipped=skip)
 
@@ -279,16 +274,15 @@ class TrainingStep:
 
         If the step is skipped, also undoes the changes of `_learn`.
         """
-        scale = self.loss_scale.scale
         with stage("optimizer"):
             norms = {name: engine.gradient_norm() for name, engine in engines.items()}
             not_finite = any_not_finite(norms.values())
             skip = not_finite if skip is None else skip | not_finite
             for name, engine in engines.items():
-                engine.step(learning_rate=learning_rates[name], skip=skip, gradient_scale=scale)
+                engine.step(learning_rate=learning_rates[name], skip=skip)
             self._snapshot.restore(skip)
         for name in engines:
-            result.metrics[f"train/{name}_gradient_norm"] = norms[name] if scale is None else norms[name] / scale
+            result.metrics[f"train/{name}_gradient_norm"] = norms[name]
         return skip
 
     def _learn(self, batch: Batch, spec: BackwardPass) -> StepOutput:
@@ -392,7 +386,7 @@ class TrainingStep:
     def _compare(
         self, batch: Batch, views: tuple[Tensor, ...], embeddings: tuple[Tensor, ...], spec: BackwardPass
     ) -> tuple[StepOutput, Tensor]:
-        """Return the result of the objective, and the loss for the backward pass: weighted, and scaled for float16."""
+        """Return the result of the objective, and the loss for the backward pass, weighted."""
         views_a, views_b, *further_views = (each.detach() for each in views)
         pair = ViewPair(
             views_a,
@@ -412,8 +406,6 @@ class TrainingStep:
         metrics |= {f"train/{name}": value for name, value in output.metrics.items()}
         # A product with 1 would take a kernel, and another one in the backward pass.
         loss = output.loss if spec.loss_weight == 1 else spec.loss_weight * output.loss
-        if self.loss_scale.scale is not None:
-            loss = loss * self.loss_scale.scale
         result = StepOutput(
             metrics=metrics,
             skipped=self._not_skipped,
@@ -466,8 +458,7 @@ class TrainingStep:
         return seeded(int(key[0]), batch.index_B.device)
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[None]:
-        dtype = torch.float16 if self._config.precision == "float16" else torch.bfloat16
-        return torch.autocast(device.type, dtype=dtype, enabled=self._config.precision in {"bfloat16", "float16"})
+        return torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._config.precision == "bfloat16")
 
 
 def _whole(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

@@ -162,7 +162,6 @@ class TrainingLoop:
                 num_done,
                 engines=self.training.engines,
                 objective_state=self.training.objective.saved_state(),
-                extra=self.training.step.loss_scale.state(),
                 run=run,
             )
 
@@ -203,7 +202,6 @@ def open_loop(
         run_dir,
         training.engines,
         training.objective,
-        extra=training.step.loss_scale.state(),
         remembers=manifests.identity if config.objective.needs_num_samples else None,
     )
     steps = range(restored.step, num_steps)

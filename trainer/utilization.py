@@ -16,7 +16,7 @@ from trainer.planning.plan import plan
 
 logger = logging.getLogger(__name__)
 
-_DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_DTYPES: Final = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _NUM_ROUNDS, _NUM_PRODUCTS = 5, 4
 
 

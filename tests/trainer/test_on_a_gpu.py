@@ -193,7 +193,7 @@ def batch(config: RunConfig) -> Batch:
     [
         *[("debug:image", [f"objective.kind={kind}", CONVNET]) for kind in OBJECTIVES if kind != "dino"],
         ("debug:image", ["objective.chunk_size=4", CONVNET]),
-        ("debug:image", ["precision=float16", "channels_last=true", CONVNET]),
+        ("debug:image", ["precision=bfloat16", "channels_last=true", CONVNET]),
         ("debug:image", ["memory.micro_batches=2", "memory.encoder_checkpointing=whole", CONVNET]),
         ("debug:image", ["views.kind=random_mask", CONVNET]),
         ("debug:image", ["views.kind=channel_dropout", CONVNET]),
@@ -248,8 +248,8 @@ def test_an_optimizer_that_is_not_fused_skips_a_step_without_waiting() -> None:
         for parameter in module.parameters():
             parameter.grad = torch.empty_like(parameter)
         waits.found.clear()
-        skip, scale = torch.empty((), dtype=torch.bool, device=CUDA), torch.empty((), device=CUDA)
-        engine.step(learning_rate=0.1, skip=skip, gradient_scale=scale)
+        skip = torch.empty((), dtype=torch.bool, device=CUDA)
+        engine.step(learning_rate=0.1, skip=skip)
     assert waits.found == []
 
 

@@ -26,7 +26,7 @@ from trainer.run_dir import step_name, write_atomically
 FORMAT_VERSION = 4
 INDEX_NAME = "checkpoint.json"
 SUFFIX = ".safetensors"
-OBJECTIVE, RUN = "objective", "run"  # file names, besides the names of the trained modules
+OBJECTIVE = "objective"  # a file name, besides the names of the trained modules
 
 
 class FileRecord(Schema):

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from data_pipeline.core.errors import UserError
 from trainer.checkpoint.files import (
     OBJECTIVE,
-    RUN,
     CheckpointIndex,
     DamagedError,
     check_sizes,
@@ -77,10 +76,9 @@ def restore(
     engines: Mapping[str, Engine],
     objective: Objective,
     *,
-    extra: Mapping[str, Tensor] | None = None,
     remembers: DataIdentity | None = None,
 ) -> Restored:
-    """Load the newest whole checkpoint into `engines`, `objective` and the tensors of `extra`, on every rank.
+    """Load the newest whole checkpoint into `engines` and `objective`, on every rank.
 
     Returns its step and state; the step is 0 if there is no checkpoint yet. Skips a damaged checkpoint with a warning.
     Guarantees: every rank has loaded the bytes that were saved.
@@ -110,8 +108,6 @@ def restore(
             for name, engine in engines.items():
                 module_state = engine.module_state() if name == OBJECTIVE else states[name]
                 engine.load(module_state, states[f"{name}_optimizer"])
-            for name, tensor in (extra or {}).items():
-                tensor.copy_(states[RUN][name])
 
     on_every_rank(load)
     if starts_anew and rank() == 0:

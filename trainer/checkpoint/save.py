@@ -3,7 +3,6 @@
     checkpoints/step_00000500/  encoder.safetensors    encoder_optimizer.safetensors
                                 viewmaker.safetensors  viewmaker_optimizer.safetensors  (if the views are learned)
                                 objective.safetensors  objective_optimizer.safetensors  (if it has state, if it learns)
-                                run.safetensors        (if the loop has tensors: a loss scale)
                                 checkpoint.json        (each file's size and SHA-256; the datasets and the counters)
     LATEST                      step_00000500
 
@@ -36,7 +35,6 @@ from data_pipeline.core.errors import UserError
 from trainer import liveness
 from trainer.checkpoint.files import (
     OBJECTIVE,
-    RUN,
     DamagedError,
     check_sizes,
     flush,
@@ -121,7 +119,6 @@ class CheckpointWriter:
         *,
         engines: Mapping[str, Engine],
         objective_state: Mapping[str, Tensor],
-        extra: Mapping[str, Tensor] | None = None,
         run: RunState | None = None,
     ) -> None:
         """Start to write the state after `step` steps; return after a copy to host memory.
@@ -130,8 +127,7 @@ class CheckpointWriter:
 
         Args:
             objective_state: the result of `Objective.saved_state`.
-            extra: the tensors of the loop, equal on all ranks, with fixed shapes.
-            run: the other state of the loop.
+            run: the state of the loop.
 
         Raises:
             UserError: on the first rank, if the previous save failed because the disk had no room, refused it or did
@@ -141,7 +137,7 @@ class CheckpointWriter:
         """
         began = time.perf_counter()
         self.wait()
-        states = _states_of(engines, objective_state, extra or {})
+        states = _states_of(engines, objective_state)
         on_every_rank(functools.partial(_check_replicas, self._run_dir, step, first_difference(states)))
         if rank() > 0:
             return
@@ -273,17 +269,14 @@ class _Write(threading.Thread):
             self.error = error
 
 
-def _states_of(
-    engines: Mapping[str, Engine], objective_state: Mapping[str, Tensor], extra: Mapping[str, Tensor]
-) -> dict[str, Mapping[str, Tensor]]:
+def _states_of(engines: Mapping[str, Engine], objective_state: Mapping[str, Tensor]) -> dict[str, Mapping[str, Tensor]]:
     """Return all states by file name. Every rank must call this at the same time."""
     states: dict[str, Mapping[str, Tensor]] = {}
     for name, engine in engines.items():
         if name != OBJECTIVE:  # its whole state is added below
             states[name] = engine.module_state()
         states[f"{name}_optimizer"] = engine.optimizer_state()
-    rest = {OBJECTIVE: objective_state, RUN: extra}
-    return states | {name: state for name, state in rest.items() if state}
+    return states | ({OBJECTIVE: objective_state} if objective_state else {})
 
 
 def _check_replicas(run_dir: RunDir, step: int, difference: str | None) -> None:

@@ -1,3 +1,3 @@
-"""Optimizers, learning-rate schedules and the loss scale."""
+"""Optimizers, learning-rate schedules and skipped steps."""
 
 __all__: list[str] = []

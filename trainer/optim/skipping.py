@@ -48,29 +48,23 @@ def step_unless(
     optimizer: torch.optim.Optimizer,
     skip: Tensor | None,
     *,
-    gradient_scale: Tensor | None = None,
     step: Callable[[], object] | None = None,
 ) -> None:
     """Take one step, unless `skip` is true; then parameters and optimizer state do not change.
 
-    `gradient_scale` is a float32 scalar by which gradients are divided first. `step` replaces `optimizer.step`. A fused
-    kernel reads both scalars itself. Any other optimizer on a GPU takes the step and undoes it, which needs memory for
-    a copy of parameters and state. If a part of the state is on the host, the host waits for the flag.
+    `step` replaces `optimizer.step`. A fused kernel reads the flag itself. Any other optimizer on a GPU takes the step
+    and undoes it, which needs memory for a copy of parameters and state. If a part of the state is on the host, the
+    host waits for the flag.
     """
     step = optimizer.step if step is None else step
     if optimizer.defaults.get("fused"):
-        optimizer.grad_scale = gradient_scale  # type: ignore[attr-defined]
         optimizer.found_inf = None if skip is None else skip.float()  # type: ignore[attr-defined]
         step()
         return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if gradient_scale is not None:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.div_(gradient_scale)
     if skip is None:
         step()
         return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     tensors = [*parameters, *(value for each in parameters for value in optimizer.state.get(each, {}).values())]
     if skip.device.type == "cpu" or any(tensor.device != skip.device for tensor in tensors):
         if not skip:

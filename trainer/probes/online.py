@@ -77,8 +77,8 @@ class OnlineProbe:
     ) -> None:
         """Place the samples on the device.
 
-        `dtype` is the type of the convolutions: bfloat16 and float16 by autocast, as in training. Of the config, labels
-        and num_neighbors count. Numbers are left out, with a warning. Raises `UserError` if train and test samples have
+        `dtype` is the type of the convolutions: bfloat16 by autocast, as in training. Of the config, labels and
+        num_neighbors count. Numbers are left out, with a warning. Raises `UserError` if train and test samples have
         different classes.
         """
         targets = label_targets(train, test, wanted=config.labels)
@@ -101,11 +101,10 @@ class OnlineProbe:
         """
         started = time.perf_counter()
         encoder = self._encoder
-        is_half = self._dtype in {torch.bfloat16, torch.float16}
         with buffers_untouched(encoder), frozen(encoder):
             # On copies, which are dropped: every rank encodes with the encoder that a checkpoint would hold.
             share_running_statistics(encoder)
-            with torch.autocast(self._device.type, dtype=self._dtype, enabled=is_half):
+            with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._dtype == torch.bfloat16):
                 [features] = encode(lambda x_BCHW: [encoder.pooled(x_BCHW)], self._images_NCHW, device=self._device)
             features = features.float()
             bank_NC, queries_MC = features[: self._num_train], features[self._num_train :]
@@ -139,5 +138,5 @@ def online_probe(
             data.test_dir,
         )
         return None
-    dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(precision, torch.float32)
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     return OnlineProbe(encoder, train=train, test=test, device=device, dtype=dtype, config=config)

@@ -52,7 +52,6 @@ def test_the_page_has_every_name_that_is_logged_and_no_other(tmp_path: Path) -> 
     runs = {
         **{kind: ("debug:image", *SETTINGS.get(kind, [f"objective.kind={kind}"])) for kind in OBJECTIVES},
         "of a viewmaker": ("debug:viewmaker", "probe.online_every_steps=1"),
-        "in float16": ("debug:image", "precision=float16"),
         "of a mixture": ("debug:image", "data.train_dir=null", "data.mixture={}", *sources),
     }
     found = [logged(tmp_path / "data", RunDir(tmp_path / name), *settings) for name, settings in runs.items()]

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from data_pipeline.core.errors import UserError
 from trainer.distributed.engines.ddp_engine import DDPEngine
 from trainer.optim import skipping
-from trainer.optim.loss_scale import LossScale
 from trainer.optim.optimizers import (
     AdamConfig,
     AdamWConfig,
@@ -330,15 +329,3 @@ def test_every_step_of_a_schedule_is_scaled_alike(kind: Any) -> None:
     assert rates(config, 20, global_batch_size=256) == pytest.approx(
         [4 * rate for rate in rates(config, 20, global_batch_size=64)]
     )
-
-
-def test_losses_that_are_not_finite_now_and_then_never_bring_the_loss_scale_below_1() -> None:
-    """Far below 1, small gradients become 0 in float16, and the run goes on without them."""
-    scale = LossScale(enabled=True, device=torch.device("cpu"))
-    assert scale.scale is not None
-    for step in range(1_000):
-        scale.update(torch.tensor(step % 50 == 49))
-    assert scale.scale.item() == 1
-    for _ in range(2_000):
-        scale.update(torch.tensor(False))
-    assert scale.scale.item() == 2

@@ -68,10 +68,8 @@ class DDPEngine:
         norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         return norm.float()
 
-    def step(
-        self, *, learning_rate: float | Tensor, skip: Tensor | None = None, gradient_scale: Tensor | None = None
-    ) -> None:
-        step_and_clear(self._optimizer, learning_rate=learning_rate, skip=skip, gradient_scale=gradient_scale)
+    def step(self, *, learning_rate: float | Tensor, skip: Tensor | None = None) -> None:
+        step_and_clear(self._optimizer, learning_rate=learning_rate, skip=skip)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -101,13 +99,7 @@ class DDPEngine:
             value.copy_(optimizer_state[name])
 
 
-def step_and_clear(
-    optimizer: torch.optim.Optimizer,
-    *,
-    learning_rate: float | Tensor,
-    skip: Tensor | None,
-    gradient_scale: Tensor | None,
-) -> None:
+def step_and_clear(optimizer: torch.optim.Optimizer, *, learning_rate: float | Tensor, skip: Tensor | None) -> None:
     """Take the step of `Engine.step` with an optimizer of torch, then clear its gradients."""
     is_fused = bool(optimizer.defaults.get("fused"))
     if not is_fused:
@@ -117,7 +109,7 @@ def step_and_clear(
         if is_fused and "capturable" in group:
             # Without this flag, torch refuses to record Adam in a CUDA graph. The fused kernel does not read it.
             group["capturable"] = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    step_unless(optimizer, skip, gradient_scale=gradient_scale)
+    step_unless(optimizer, skip)
     optimizer.zero_grad(set_to_none=True)
 
 

@@ -54,10 +54,10 @@ class DeepSpeedConfig(BaseEngineConfig):
                     "with engine.zero_stage 3 no rank has a whole encoder, but the objective keeps a momentum copy of "
                     "it; set engine.zero_stage=2"
                 )
-        if run.precision in {"float16", "float64"}:
+        if run.precision == "float64":
             raise UserError(
-                f"precision {run.precision} needs engine.kind=ddp; set that, or precision=float32 or bfloat16, which "
-                "DeepSpeed supports"
+                "precision float64 needs engine.kind=ddp; set that, or precision=float32 or bfloat16, which DeepSpeed "
+                "supports"
             )
         if "lars" in {optimizer.kind for optimizer in run.engine_optimizers.values()}:
             raise UserError(
@@ -197,10 +197,7 @@ class DeepSpeedEngine:
         device = next(self.module.parameters()).device
         return all_reduce_sum(torch.nn.utils.get_total_norm(gradients).to(device).square()).sqrt()
 
-    def step(
-        self, *, learning_rate: float | Tensor, skip: Tensor | None = None, gradient_scale: Tensor | None = None
-    ) -> None:
-        assert gradient_scale is None, "`check` refuses float16, which scales its loss"
+    def step(self, *, learning_rate: float | Tensor, skip: Tensor | None = None) -> None:
         self._average_gradients()
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate

@@ -73,15 +73,12 @@ class Engine(Protocol):
         """
         ...
 
-    def step(
-        self, *, learning_rate: float | Tensor, skip: Tensor | None = None, gradient_scale: Tensor | None = None
-    ) -> None:
+    def step(self, *, learning_rate: float | Tensor, skip: Tensor | None = None) -> None:
         """Take one optimizer step, then clear the gradients.
 
         Args:
             learning_rate: a number, or a scalar that fused optimizers read on the device.
             skip: a bool scalar, equal on all ranks. If it is true, parameters and optimizer state do not change.
-            gradient_scale: a float32 scalar by which the gradients are divided first.
         """
         ...
 

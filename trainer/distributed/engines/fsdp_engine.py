@@ -126,13 +126,11 @@ class FSDPEngine:
             square += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
         return all_reduce_sum(square).sqrt().float()
 
-    def step(
-        self, *, learning_rate: float | Tensor, skip: Tensor | None = None, gradient_scale: Tensor | None = None
-    ) -> None:
+    def step(self, *, learning_rate: float | Tensor, skip: Tensor | None = None) -> None:
         for name, value in self._trained.items():
             self._pieces[name].grad = None if value.grad is None else _piece_of(value.grad)
             value.grad = None
-        step_and_clear(self._optimizer, learning_rate=learning_rate, skip=skip, gradient_scale=gradient_scale)
+        step_and_clear(self._optimizer, learning_rate=learning_rate, skip=skip)
 
     def frozen(self) -> AbstractContextManager[None]:
         return without_gradients(self._trained.values())
