@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from data_pipeline.building.index_tars import partial_path, write_index
+from data_pipeline.building.index_tars import write_index
 from data_pipeline.building.tar_scan import ScanInputs, scan_tar
 from data_pipeline.core.sample import NO_LABEL, Sample
 from data_pipeline.overlays import Overlay
@@ -227,14 +227,14 @@ def _write(
     entry = OverlayEntry(kind=baked_kind, drawn="baked") if baked_kind is not None else None
     beside = [SOURCE_DIGESTS_NAME]
     if online is not None:
-        save_overlay(online, partial_path(directory, OVERLAY_NAME))
+        save_overlay(online, directory / OVERLAY_NAME)
         entry = OverlayEntry(kind=kind_of(online), drawn="online")
         beside.append(OVERLAY_NAME)
     totals = Totals()
     for sample in samples:
         totals += Totals.of(sample.content)
     digests = b"".join(content_digest(sample.content) for sample in samples)
-    write_source_digests(partial_path(directory, SOURCE_DIGESTS_NAME), digests, num_samples=len(samples))
+    write_source_digests(directory / SOURCE_DIGESTS_NAME, digests, num_samples=len(samples))
     stored = [name for name in labels if name == "base" or online is None]
     index(
         directory,

@@ -29,13 +29,13 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from data_pipeline.building.catalogue import Ingredients, open_dataset, with_overlay
-from data_pipeline.building.datasets import BOTH, NUM_SAMPLES_PER_SHARD, OVERLAY_MODES, SPLITS, TAR_PICTURE_SIZE
-from data_pipeline.building.index_tars import leave_out, partial_path, write_index
+from data_pipeline.building.datasets import BOTH, NUM_SAMPLES_PER_SHARD, SPLITS, TAR_PICTURE_SIZE
+from data_pipeline.building.index_tars import leave_out, write_index
 from data_pipeline.building.locks import LOCK_NAME, locked
 from data_pipeline.building.pool import run_all
 from data_pipeline.building.tar_scan import ScanInputs, mean_and_std
 from data_pipeline.building.workers import BuildPlan, MadeTar, Unreadable, content_digests, make_tar
-from data_pipeline.core.errors import UserError, nearest
+from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import Options
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.randomness import generator, shuffled_in_rounds
@@ -125,6 +125,7 @@ def build_dataset(
             source_options=source_options,
             overlay_options=overlay_options,
             shared=shared,
+            drawn=overlay,
         )
         how_made = HowMade(
             dataset=dataset,
@@ -184,10 +185,6 @@ def _plan(
     """Check everything that can be checked before the first tar."""
     source, overlay = ingredients.source, ingredients.overlay
     split, seed, limit, repeats = how_made.split, how_made.seed, how_made.limit, how_made.repeats
-    if drawn is not None and drawn not in OVERLAY_MODES:
-        raise UserError(f'unknown --overlay "{drawn}"{nearest(drawn, OVERLAY_MODES)}')
-    if drawn is not None and overlay is None:
-        raise UserError(f"{how_made.dataset} has no overlay, so it takes no --overlay; leave it out")
     if drawn == "online" and repeats > 1:
         raise UserError(
             "an online overlay is drawn anew at each reading, so --repeats stores nothing new; leave it out"
@@ -302,7 +299,7 @@ def _write_index(plan: BuildPlan, tars: list[MadeTar]) -> Manifest:
     scanned, beside = [tar.scanned for tar in tars], []
     if plan.overlay is not None and plan.baked is None:
         assert plan.ingredients.overlay is not None
-        save_overlay(plan.ingredients.overlay, partial_path(out, OVERLAY_NAME))
+        save_overlay(plan.ingredients.overlay, out / OVERLAY_NAME)
         beside.append(OVERLAY_NAME)
     if plan.keeps_files:
         mean, std = mean_and_std(scanned)
@@ -313,8 +310,7 @@ def _write_index(plan: BuildPlan, tars: list[MadeTar]) -> Manifest:
         mean, std = totals.mean, totals.std
         how_made = how_made.model_copy(update={"source_sha256": _source_sha256(plan, digests)})
         if not isinstance(plan.ingredients.source, SilenceSource):  # its records are all alike
-            path = partial_path(out, SOURCE_DIGESTS_NAME)
-            write_source_digests(path, b"".join(digests), num_samples=plan.num_samples)
+            write_source_digests(out / SOURCE_DIGESTS_NAME, b"".join(digests), num_samples=plan.num_samples)
             beside.append(SOURCE_DIGESTS_NAME)
     description = Description(
         how_made=how_made,

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from data_pipeline.building.datasets import DATASETS, GENERATED, PICTURES, SOURCES, SPLITS, datasets_with
+from data_pipeline.building.datasets import DATASETS, GENERATED, OVERLAY_MODES, PICTURES, SOURCES, SPLITS, datasets_with
 from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.options import (
     OVERLAY_OPTION,
@@ -57,17 +57,26 @@ class Ingredients:
     """The opened source and overlay of a dataset.
 
     `description` becomes `how_made.source` in the manifest, and `source_options` stand beside it. `overlay_options` are
-    those of the overlay's entry. `sample_rate` is in points a second, `num_points` is the length of a waveform in a
-    batch; both are None for pictures.
+    those of the overlay's entry.
     """
 
     source: Source
     overlay: Overlay | None
     description: str
-    sample_rate: int | None
-    num_points: int | None
     source_options: Mapping[str, OptionValue] = field(default_factory=dict)
     overlay_options: Mapping[str, OptionValue] = field(default_factory=dict)
+
+    @property
+    def sample_rate(self) -> int | None:
+        """Return the points of a sound in a second; None for pictures."""
+        rate: int | None = getattr(self.source, "sample_rate", None)
+        return rate
+
+    @property
+    def num_points(self) -> int | None:
+        """Return the length of a waveform in a batch; None for pictures."""
+        num: int | None = getattr(self.source, "num_points", None)
+        return num
 
 
 def open_dataset(
@@ -81,12 +90,14 @@ def open_dataset(
     source_options: Options = NOTHING_GIVEN,
     overlay_options: Options = NOTHING_GIVEN,
     shared: dict[str, Any] | None = None,
+    drawn: str | None = None,
 ) -> Ingredients:
     """Open the source and the overlay of a dataset.
 
     `source` is where the data comes from, one of `SOURCES` for the base, the first by default; `root` is the folder of
     its files. A source that generates its records makes `limit` of them; other sources ignore it. Each class of a
     source or an overlay says which options it has. Builds of several splits may give the same `shared`, empty at first.
+    `drawn` is the choice of when the overlay is drawn, which takes an overlay.
 
     Raises `UserError` if a name is unknown, an option does not fit the source or the overlay, or the data is missing.
     """
@@ -101,8 +112,10 @@ def open_dataset(
         raise UserError(f'{dataset} cannot come from the source "{name}"{nearest(name, SOURCES[base])}')
     if name in GENERATED and root is not None:
         raise UserError(f"{name} data is generated, not read from {root}; leave --root out")
-    if found.overlay is None and overlay_options:
-        raise UserError(f"{dataset} has no overlay, so it takes no option {next(iter(overlay_options))} of one")
+    if drawn is not None and drawn not in OVERLAY_MODES:
+        raise UserError(f'unknown --overlay "{drawn}"{nearest(drawn, OVERLAY_MODES)}')
+    if found.overlay is None and (drawn or overlay_options):
+        raise UserError(f"{dataset} has no overlay, so it takes no --overlay and no option of one; leave them out")
     given = SourceInputs(base, root, split, seed, limit, source_options, {} if shared is None else shared)
     if base in PICTURES:
         return _open_pictures(name, given, found.overlay, overlay_options)
@@ -119,30 +132,22 @@ def _open_pictures(name: str, given: SourceInputs, overlay: str | None, options:
     kind: type[SourceKind] = SOURCE_NAMES.find_object(name)
     source_options = _checked_options(kind, given)
     opened = kind.open(given)
-    drawn: PixelOverlay | None = None
-    if overlay is not None:
-        height, width, num_channels = first_record(opened, range(len(opened.labels))).content.shape
-        drawn = open_picture_overlay(
-            OverlayInputs(
-                name=overlay,
-                shape=(num_channels, height, width),
-                split=given.split,
-                base=given.base,
-                root=given.root,
-                seed=given.seed,
-                class_counts=_class_counts(opened),
-                options=options,
-            )
+    if overlay is None:
+        return Ingredients(opened, None, opened.description, source_options)
+    height, width, num_channels = first_record(opened, range(len(opened.labels))).content.shape
+    drawn = open_picture_overlay(
+        OverlayInputs(
+            name=overlay,
+            shape=(num_channels, height, width),
+            split=given.split,
+            base=given.base,
+            root=given.root,
+            seed=given.seed,
+            class_counts=_class_counts(opened),
+            options=options,
         )
-    return Ingredients(
-        opened,
-        drawn,
-        opened.description if drawn is None else f"{opened.description}{drawn.made_from}",
-        sample_rate=None,
-        num_points=None,
-        source_options=source_options,
-        overlay_options={} if drawn is None else dict(drawn.chosen),
     )
+    return Ingredients(opened, drawn, f"{opened.description}{drawn.made_from}", source_options, dict(drawn.chosen))
 
 
 def _class_counts(source: Source) -> dict[str, tuple[int, ...]]:
@@ -199,7 +204,7 @@ def _open_sounds(name: str, given: SourceInputs, overlay: str | None, options: O
         opened = kind.open(given)
     sample_rate, num_points = opened.sample_rate, opened.num_points
     if overlay is None:
-        return Ingredients(opened, None, opened.description, sample_rate=sample_rate, num_points=num_points)
+        return Ingredients(opened, None, opened.description)
     read = parse_options(NoiseOptions, options, owner="the overlay noise", flag=OVERLAY_OPTION)
     origin, root = "background sounds", read.noise_root or given.root
     if root is not None:
@@ -217,7 +222,5 @@ def _open_sounds(name: str, given: SourceInputs, overlay: str | None, options: O
         opened,
         noise,
         f"{opened.description} + {origin} ({digest}), volume {noise.volume}, crop {crop}",
-        sample_rate=sample_rate,
-        num_points=num_points,
         overlay_options={"noise_volume": noise.volume, "noise_crop": crop, "noise_sha256": digest},
     )

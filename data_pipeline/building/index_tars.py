@@ -131,8 +131,9 @@ def make_index(
         if overlay is not None and len(mean) != 3:
             raise UserError(f"{location} holds pictures of {len(mean)} channels, and overlays are drawn on RGB")
         entry = None
+        _remove_index(out)
         if overlay is not None:
-            save_overlay(overlay, partial_path(out, OVERLAY_NAME))
+            save_overlay(overlay, out / OVERLAY_NAME)
             options = dict(overlay.chosen)
             entry = OverlayEntry(kind=kind_of(overlay), drawn="online", layout=overlay.layout, options=options)
         description = Description(
@@ -188,10 +189,9 @@ def write_index(
 ) -> Manifest:
     """Write the index of tars into the directory `out`, and the manifest at last.
 
-    `description` says what the samples are, `beside` names further files, whose partial files are there already.
-    `numbers` give the class number of each value of a label in the tars; without them, values are class names. The
-    labels that are stored get their counts from the tars. The caller keeps `out` locked. The old manifest goes first
-    and the new one comes last, so no process reads an index that is half replaced.
+    `description` says what the samples are, `beside` names further files, which are there already. `numbers` give the
+    class number of each value of a label in the tars; without them, values are class names. The labels that are stored
+    get their counts from the tars. The caller keeps `out` locked, and has removed an older index.
     """
     ends = np.cumsum([tar.num_samples for tar in tars], dtype=np.int64)
     numbers_S2 = np.stack([ends, np.array([tar.num_bytes for tar in tars], dtype=np.int64)], axis=1)
@@ -211,31 +211,23 @@ def write_index(
         labels[name] = label.model_copy(update={"counts": tuple(counts.tolist())})
         contents[labels_name(name)] = label_N.astype("<i4").tobytes()
     for name, content in contents.items():
-        partial_path(out, name).write_bytes(content)
+        (out / name).write_bytes(content)
     if not contents[HASHES_NAME]:
-        times = np.array([tar.changed_ns for tar in tars], dtype="<i8").tobytes()
-        partial_path(out, TIMES_NAME).write_bytes(times)
+        (out / TIMES_NAME).write_bytes(np.array([tar.changed_ns for tar in tars], dtype="<i8").tobytes())
     num_bytes = int(numbers_S2[:, 1].sum())
-    listed = [*contents, *beside]
     manifest = Manifest.model_validate(
         {
             **dict(description),
             "labels": {name: labels[name] for name in (BASE, OVERLAY, *labels) if name in labels},
             "num_samples": int(ends[-1]),
             "tars": Tars(fields=fields, numbered=numbered, num_tars=len(tars), num_bytes=num_bytes),
-            "files": {name: FileEntry.of(partial_path(out, name)) for name in listed},
+            "files": {name: FileEntry.of(out / name) for name in (*contents, *beside)},
         }
     )
-    (out / MANIFEST_NAME).unlink(missing_ok=True)
-    for old in (out / OVERLAY_NAME, out / TIMES_NAME, *out.glob(labels_name("*"))):
-        old.unlink(missing_ok=True)
-    with partial_path(out, MANIFEST_NAME).open("w", encoding="utf-8") as file:
+    with (out / MANIFEST_NAME).open("w", encoding="utf-8") as file:
         file.write(manifest.model_dump_json(indent=1) + "\n")
         file.flush()
         os.fsync(file.fileno())
-    for name in (*listed, TIMES_NAME, MANIFEST_NAME):
-        if (partial := partial_path(out, name)).exists():
-            partial.replace(out / name)
     return manifest
 
 
@@ -245,9 +237,11 @@ def _stored(path: str, out: Path) -> str:
     return str(Path(path).relative_to(inside)) if not is_remote(path) and Path(path).is_relative_to(inside) else path
 
 
-def partial_path(out: Path, name: str) -> Path:
-    """Return the path of a file until `write_index` names it. A run may have the older file mapped into memory."""
-    return out / f".{name}.partial"
+def _remove_index(out: Path) -> None:
+    """Remove an index, the manifest first, so that nothing reads half of one. A run keeps what it has mapped."""
+    names = (MANIFEST_NAME, OVERLAY_NAME, TARS_NAME, NUMBERS_NAME, HASHES_NAME, TIMES_NAME, SAMPLES_NAME)
+    for path in (*(out / name for name in names), *out.glob(labels_name("*"))):
+        path.unlink(missing_ok=True)
 
 
 def _count_fields(tars: Sequence[ScannedTar]) -> Counter[str]:

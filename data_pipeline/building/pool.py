@@ -6,7 +6,6 @@ Guarantees: no worker of a killed command goes on.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import pickle
 import signal
 import sys
@@ -17,7 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.system import end_with_parent
+from data_pipeline.core.system import end_with_parent, signals_blocked
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -28,13 +27,7 @@ _inputs_of_worker: Any  # set once in each worker process, because a source may 
 
 def _start_worker(inputs: bytes) -> None:
     global _inputs_of_worker
-    # Ctrl-C reaches all processes, but the build ends its workers itself, between two shards.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()  # else it would wait for work forever when its build is killed
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    if not parent.is_alive():
-        os._exit(1)
     _inputs_of_worker = pickle.loads(inputs)  # noqa: S301  of the process that has started this one
     if "torch" in sys.modules:  # the work that looks at files does without it
         sys.modules["torch"].set_num_threads(1)
@@ -64,7 +57,10 @@ def run_all(
     # Pickled here, to bytes: multiprocessing itself would share the overlay's tensors through files in memory.
     pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(pickle.dumps(inputs),))
     try:
-        yield from pool.map(partial(_in_worker, work), tasks)
+        # Workers inherit this: Ctrl-C reaches all processes, but the build ends its workers itself, between two tasks.
+        with signals_blocked({signal.SIGINT}):
+            found = pool.map(partial(_in_worker, work), tasks)
+        yield from found
     except BrokenProcessPool:
         raise UserError(
             "a worker process was killed, most likely for lack of memory; run the same command with fewer --workers"

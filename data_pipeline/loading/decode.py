@@ -21,9 +21,9 @@ from torch import Tensor
 
 from data_pipeline.audio.wav import decode_wav
 from data_pipeline.core.counter_rng import DrawKeys
-from data_pipeline.core.errors import UserError, printable
+from data_pipeline.core.errors import printable
 from data_pipeline.core.random_crop import Crop, CropLaw, random_resized_crops
-from data_pipeline.core.sample import MASK_OUTSIDE, NO_LABEL, BadSample, sample_key
+from data_pipeline.core.sample import MASK_OUTSIDE, NO_LABEL, BadSample
 from data_pipeline.loading.picture_decode import decode_crops, decode_square, picture_size
 from data_pipeline.sources.picture_file import npy_values
 from data_pipeline.storage.manifest import Manifest
@@ -118,7 +118,7 @@ def decode(store: SampleStore, indices: NDArray[np.int64], *, crops: CropDraws |
 
     With `crops`, for tars, pictures are decoded to two crops and not whole.
 
-    Raises `IndexError` if there is no such sample, and `UserError` if a sound does not have the dtype of its dataset.
+    Raises `IndexError` if there is no such sample.
     """
     began = time.perf_counter()
     stored = store.read(indices)
@@ -133,7 +133,7 @@ def decode(store: SampleStore, indices: NDArray[np.int64], *, crops: CropDraws |
     pictures_BCHW = pictures_b_BCHW = masks_BHW = None
     clips: list[Tensor] = []
     if manifest.medium == "sound":
-        clips, wav_errors = _decode_clips(files["content"])
+        clips, wav_errors = _decode_clips(files["content"], sound_dtype(manifest))
         errors |= wav_errors
     elif manifest.any_size:
         views_VBCHW, picture_errors = _decode_pictures(files["content"], crops, manifest)
@@ -155,8 +155,6 @@ def decode(store: SampleStore, indices: NDArray[np.int64], *, crops: CropDraws |
         bad[row] = store.bad_sample(index, f"{file}{reason}")
         for label_B in labels.values():
             label_B[row] = NO_LABEL
-        if clips:
-            clips[row] = torch.zeros_like(clips[row][:1])
         for pictures in (pictures_BCHW, pictures_b_BCHW):
             if pictures is not None:
                 pictures[row] = 0
@@ -171,7 +169,16 @@ def decode(store: SampleStore, indices: NDArray[np.int64], *, crops: CropDraws |
         bad=bad,
         read_seconds=read_seconds,
     )
-    return _with_clips(decoded, clips, manifest) if manifest.medium == "sound" else decoded
+    if manifest.medium == "picture":
+        return decoded
+    length_B = torch.tensor([len(clip) for clip in clips], dtype=torch.int64)
+    return replace(
+        decoded,
+        points_X=torch.cat([torch.empty(0, dtype=sound_dtype(manifest)), *clips]),
+        start_B=length_B.cumsum(0) - length_B,
+        length_B=length_B,
+        longest=max(map(len, clips), default=0),
+    )
 
 
 def _decode_pictures(
@@ -238,33 +245,17 @@ def decode_ahead(
             yield waiting.popleft().result()
 
 
-def _decode_clips(files: Sequence[memoryview]) -> tuple[list[Tensor], dict[int, str]]:
+def _decode_clips(files: Sequence[memoryview], dtype: torch.dtype) -> tuple[list[Tensor], dict[int, str]]:
     """Decode WAV files, and return by row the reason why a file does not decode; it becomes one point of silence."""
-    clips: list[Tensor | None] = []
+    clips = [torch.zeros(1, dtype=dtype) for _ in files]
     errors: dict[int, str] = {}
     for row, file in enumerate(files):
         try:
             # torch needs numbers at multiples of their own size, and the header of a WAV may have any length.
-            clips.append(torch.from_numpy(np.require(decode_wav(file), requirements="A")))
+            clip = torch.from_numpy(np.require(decode_wav(file), requirements="A"))
+            if clip.dtype != dtype:
+                raise ValueError(f"it holds {clip.dtype}, not {dtype}")
+            clips[row] = clip
         except ValueError as error:
-            clips.append(None)
             errors[row] = str(error)
-    dtype = next((clip.dtype for clip in clips if clip is not None), torch.int16)
-    return [torch.zeros(1, dtype=dtype) if clip is None else clip for clip in clips], errors
-
-
-def _with_clips(decoded: DecodedSamples, clips: Sequence[Tensor], manifest: Manifest) -> DecodedSamples:
-    """Return `decoded` with its sounds end to end. Raises `UserError` if a sound does not have the dataset's dtype."""
-    dtype = sound_dtype(manifest)
-    for row, clip in enumerate(clips):
-        if clip.dtype != dtype and row not in decoded.bad:
-            key = sample_key(int(decoded.index_B[row]))
-            raise UserError(f"sample {key} holds {clip.dtype}, not {dtype}; build the dataset again")
-    length_B = torch.tensor([len(clip) for clip in clips], dtype=torch.int64)
-    return replace(
-        decoded,
-        points_X=torch.cat([torch.empty(0, dtype=dtype), *clips]).to(dtype),  # a bad sound may have another dtype
-        start_B=length_B.cumsum(0) - length_B,
-        length_B=length_B,
-        longest=max(map(len, clips), default=0),
-    )
+    return clips, errors

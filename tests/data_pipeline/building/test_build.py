@@ -479,7 +479,7 @@ def test_totals_are_exact_in_any_order() -> None:
         ({"source": "folder"}, 'procedural_shapes cannot come from the source "folder"'),
         ({"overlay": "onlien"}, 'did you mean "online"?'),
         ({"overlay": "online", "repeats": 2}, "--repeats stores nothing new"),
-        ({"dataset": "procedural", "overlay": "online"}, "procedural has no overlay"),
+        ({"dataset": "cifar10", "overlay": "online"}, "cifar10 has no overlay"),  # said before the source is opened
         ({"root": Path("x")}, "leave --root out"),
         ({"source_options": {"image_size": 32}}, 'unknown key "image_size"'),
         ({"dataset": "procedural_digits", "overlay_options": {"digits": "mnist"}}, "digits_root"),

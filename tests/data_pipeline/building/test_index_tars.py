@@ -103,24 +103,24 @@ def test_an_index_that_is_not_made_again_stays_as_it_was(
     assert bytes_of(tars / INDEX_NAME) == before
 
 
-@pytest.mark.parametrize("num_replaced", [0, 2])
+@pytest.mark.parametrize("num_written", [0, 2])
 def test_an_index_whose_replacement_was_interrupted_is_made_again_and_not_read(
-    tmp_path: Path, num_replaced: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, num_written: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tars = two_fields(tmp_path / "tars")
     make_index(str(tars), tars / INDEX_NAME, fields=Fields(), size=32)
-    replace, fields = Path.replace, Fields(labels={"base": "shape", "number": "cls"})
-    replaced: list[Path] = []
+    write_bytes, fields = Path.write_bytes, Fields(labels={"base": "shape", "number": "cls"})
+    written: list[Path] = []
 
-    def interrupted(self: Path, target: Path) -> Path:
-        if target.suffix == ".bin":
-            if len(replaced) == num_replaced:
+    def interrupted(self: Path, content: bytes) -> int:
+        if self.suffix == ".bin":
+            if len(written) == num_written:
                 raise KeyboardInterrupt
-            replaced.append(target)
-        return replace(self, target)
+            written.append(self)
+        return write_bytes(self, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", interrupted)
+        patch.setattr(Path, "write_bytes", interrupted)
         with pytest.raises(KeyboardInterrupt):
             make_index(str(tars), tars / INDEX_NAME, fields=fields, size=32)
     with pytest.raises(UserError, match="names tars without an index"):

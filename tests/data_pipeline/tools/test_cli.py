@@ -126,13 +126,17 @@ def test_a_dataset_takes_the_sources_that_the_help_names_and_no_other(dataset: s
 
 
 @pytest.mark.process
-def test_ctrl_c_ends_a_build_without_a_traceback_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_tars", [0, 4], ids=["while workers start", "while both write"])
+def test_ctrl_c_ends_a_build_without_a_traceback_and_leaves_nothing(num_tars: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "data_pipeline", "build", "procedural", "--out", str(tmp_path / "data")]
     command += ["--limit", "9600", "--samples-per-shard", "80", "--workers", "2"]
     with PythonProcess(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, start_new_session=True) as build:
         deadline = time.monotonic() + 60
-        while len(list(tmp_path.glob("data.partial/*.tar"))) < 4 and time.monotonic() < deadline:  # both workers run
+        partial = tmp_path / "data.partial"
+        while len(list(partial.glob("*.tar"))) < num_tars or not partial.is_dir():
+            assert time.monotonic() < deadline
             time.sleep(0.01)
+        time.sleep(0.5 if num_tars == 0 else 0)  # the first worker is about to start
         os.killpg(build.pid, signal.SIGINT)  # as a terminal sends it: to all processes of the build
         assert build.stderr is not None
         said = build.stderr.read()
