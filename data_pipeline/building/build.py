@@ -42,7 +42,7 @@ from data_pipeline.core.randomness import generator, shuffled_in_rounds
 from data_pipeline.core.validation import describe
 from data_pipeline.overlays import NOTHING_GIVEN, PixelOverlay, Shape, baked_keys
 from data_pipeline.overlays.registry import kind_of, save_overlay
-from data_pipeline.sources import Source, first_record, labels_of
+from data_pipeline.sources import Source, first_record
 from data_pipeline.sources.folder import PictureFiles
 from data_pipeline.sources.silence import SilenceSource
 from data_pipeline.storage.locations import MANIFEST_NAME, PICTURE_FIELDS
@@ -74,7 +74,7 @@ _NUM_MEASURED, _NUM_MEASURED_AT_ONCE = 2_000, 100  # samples of the mean and std
 def _source_sha256(plan: BuildPlan, digests: Iterable[bytes]) -> str:
     """Hash the labels, and the contents of the records in the order of the dataset."""
     source, sha256 = plan.ingredients.source, hashlib.sha256()
-    for name, column in labels_of(source).items():
+    for name, column in source.labels.items():
         sha256.update(json.dumps([name, column.title, column.classes]).encode())
         sha256.update(column.label_N[plan.order].astype("<i8").tobytes())
     for some in digests:
@@ -191,8 +191,8 @@ def _plan(
         )
     if keep and (repeats > 1 or (overlay is not None and drawn != "online")):
         raise UserError("--keep stores pictures as they are; leave out --repeats, and draw with `--overlay online`")
-    columns = labels_of(source)
-    to_balance = next(iter(columns.values())).label_N if columns else source.labels
+    columns = source.labels
+    to_balance = next(iter(columns.values())).label_N if columns else np.zeros(source.num_records, dtype=np.int64)
     used = np.setdiff1d(np.arange(len(to_balance)), list(without))
     order = used[shuffled_in_rounds(to_balance[used], generator(seed, f"order {split}"))][:limit]
     if without:
@@ -247,7 +247,7 @@ def _batch_entry(
     Mean and std are of the first samples.
     """
     totals = Totals()
-    columns = labels_of(source)
+    columns = source.labels
     for start in range(0, min(_NUM_MEASURED, len(order)), _NUM_MEASURED_AT_ONCE):
         contents = {}
         for number in order[start : min(start + _NUM_MEASURED_AT_ONCE, _NUM_MEASURED)].tolist():

@@ -35,7 +35,6 @@ from data_pipeline.sources import (
     SourceKind,
     background,
     first_record,
-    labels_of,
 )
 from data_pipeline.sources.procedural_speech import ProceduralSpeech
 from data_pipeline.sources.registry import NAMES as SOURCE_NAMES
@@ -134,7 +133,7 @@ def _open_pictures(name: str, given: SourceInputs, overlay: str | None, options:
     opened = kind.open(given)
     if overlay is None:
         return Ingredients(opened, None, opened.description, source_options)
-    height, width, num_channels = first_record(opened, range(len(opened.labels))).content.shape
+    height, width, num_channels = first_record(opened, range(opened.num_records)).content.shape
     drawn = open_picture_overlay(
         OverlayInputs(
             name=overlay,
@@ -154,7 +153,7 @@ def _class_counts(source: Source) -> dict[str, tuple[int, ...]]:
     """Return for each label of a source the number of records of each class."""
     return {
         name: tuple(np.bincount(column.label_N[column.label_N != NO_LABEL], minlength=len(column.classes)).tolist())
-        for name, column in labels_of(source).items()
+        for name, column in source.labels.items()
     }
 
 
@@ -184,13 +183,10 @@ def with_overlay(labels: dict[str, LabelEntry], overlay: Overlay | None) -> dict
     """
     if overlay is None:
         return labels
-    classes = {OVERLAY: (overlay.title, overlay.class_names)}
-    classes |= {name: (label.title, label.classes) for name, label in overlay.more_labels.items()}
-    if both := sorted(labels.keys() & classes.keys()):
+    given = {OVERLAY: LabelEntry(title=overlay.title, classes=overlay.class_names), **overlay.more_labels}
+    if both := sorted(labels.keys() & given.keys()):
         raise UserError(f"the source and the overlay both give the label {both[0]}; rename it in one of them")
-    return labels | {
-        name: LabelEntry(title=title, classes=names, given_by="overlay") for name, (title, names) in classes.items()
-    }
+    return labels | {name: label.model_copy(update={"given_by": "overlay"}) for name, label in given.items()}
 
 
 def _open_sounds(name: str, given: SourceInputs, overlay: str | None, options: Options) -> Ingredients:

@@ -23,7 +23,6 @@ from data_pipeline.building.tar_scan import ScanInputs, ScannedTar, scan_tar
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Record, Sample
 from data_pipeline.overlays import Overlay, baked_keys
-from data_pipeline.sources import labels_of
 from data_pipeline.sources.files import ending_of
 from data_pipeline.sources.folder import PictureFiles
 from data_pipeline.storage.manifest import HowMade, LabelEntry, OverlayEntry
@@ -132,7 +131,6 @@ def _kept_files(plan: BuildPlan, index_B: NDArray[np.int64]) -> Iterator[dict[st
     """Yield the file of each record as it is, with its labels."""
     source = plan.ingredients.source
     assert isinstance(source, PictureFiles)
-    columns = labels_of(source)
     for number in plan.order[index_B].tolist():
         name = source.name(number)
         ending = ending_of(name).lstrip(".")
@@ -141,13 +139,14 @@ def _kept_files(plan: BuildPlan, index_B: NDArray[np.int64]) -> Iterator[dict[st
                 f"{source.files.root / name} has no ending of a picture that can be kept; rename it, or build without "
                 "--keep"
             )
-        labels = {name: int(column.label_N[number]) for name, column in columns.items()}
+        labels = {name: int(column.label_N[number]) for name, column in source.labels.items()}
         yield {ending: source.files.read(name), "json": encode_labels(labels, plan.classes, file=name)}
 
 
 def _samples(plan: BuildPlan, index_B: NDArray[np.int64]) -> Iterator[tuple[Sample, Record]]:
     """Yield samples in order, each with its record."""
-    source, columns = plan.ingredients.source, labels_of(plan.ingredients.source)
+    source = plan.ingredients.source
+    columns = source.labels
     num_at_once = 1 if plan.baked is None else _NUM_SAMPLES_PER_DRAW
     for start in range(0, len(index_B), num_at_once):
         some_B = index_B[start : start + num_at_once]

@@ -35,7 +35,7 @@ def sample_key(index: int) -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """One clean picture or sound of a source; `label` is its base label, an index into the source's class names.
+    """One clean picture or sound of a source.
 
     `content` is a picture, (H, W, C) uint8, or a sound of any length, (T,) int16. `file` is the path of its file below
     the folder of the source; empty if it has no file of its own. `remarks` say what is odd about it, or what was
@@ -43,7 +43,6 @@ class Record:
     """
 
     content: NDArray[np.uint8] | NDArray[np.int16]
-    label: int
     file: str = ""
     remarks: tuple[str, ...] = ()
 

@@ -38,6 +38,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import OVERLAY_OPTION, NoOptions, Options, OptionValue, parse_options
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, OVERLAY, Layout
 from data_pipeline.core.schema import Schema
+from data_pipeline.storage.manifest import LabelEntry
 
 __all__ = [
     "FIRST_PURPOSE",
@@ -59,14 +60,6 @@ NOTHING_GIVEN: Final[Mapping[str, Any]] = MappingProxyType({})
 
 Shape = tuple[int, int, int]  # channels, height and width of a picture
 T = TypeVar("T", bound=Schema)
-
-
-@dataclass(frozen=True)
-class LabelClasses:
-    """What a label is about, such as "digit", and its class names in the order of their numbers."""
-
-    title: str
-    classes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -132,7 +125,7 @@ class Overlay(nn.Module, ABC):
 
     class_names: tuple[str, ...]  # in the order of the labels
     title: str = "object"  # what the label `overlay` is about, such as "digit"
-    more_labels: Mapping[str, LabelClasses] = NOTHING_GIVEN  # the labels beside `overlay`, by name
+    more_labels: Mapping[str, LabelEntry] = NOTHING_GIVEN  # the labels beside `overlay`, by name
     options_schema: ClassVar[type[Schema]] = NoOptions  # with a field for each option of the user
 
     def options(self) -> dict[str, str | int | float]:

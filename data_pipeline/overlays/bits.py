@@ -21,7 +21,8 @@ from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys, row_hashes
 from data_pipeline.core.schema import Schema
-from data_pipeline.overlays import NOTHING_GIVEN, LabelClasses, Overlaid, OverlayInputs, PixelOverlay, Shape, no_mask
+from data_pipeline.overlays import NOTHING_GIVEN, Overlaid, OverlayInputs, PixelOverlay, Shape, no_mask
+from data_pipeline.storage.manifest import LabelEntry
 
 MAX_BITS: Final = 32
 _ON: Final = 255
@@ -49,7 +50,7 @@ class Bits(PixelOverlay):
         super().__init__()
         self.bits = bits
         self.chosen = {"bits": bits}
-        self.more_labels = {f"bit_{n}": LabelClasses(f"bit {n}", _VALUES) for n in range(2, bits + 1)}
+        self.more_labels = {f"bit_{n}": LabelEntry(title=f"bit {n}", classes=_VALUES) for n in range(2, bits + 1)}
 
     @classmethod
     def open(cls, given: OverlayInputs) -> Self:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import SOURCE_OPTION, Options, parse_options
-from data_pipeline.core.sample import BASE, Record
+from data_pipeline.core.sample import Record
 from data_pipeline.core.schema import Schema
 
 __all__ = ["SoundSource", "Source"]
@@ -29,23 +29,18 @@ T = TypeVar("T", bound=Schema)
 
 
 class Source(Protocol):
-    """A sequence of records with a label each. It must be picklable, because worker processes of a build read it."""
+    """Records and their labels. It must be picklable, because worker processes of a build read it."""
 
     @property
     def description(self) -> str:
         """Return the kind of source for the manifest. It holds no path, because paths differ between machines."""
 
     @property
-    def class_names(self) -> tuple[str, ...]:
-        """Return the class names in label order; an empty tuple if records have no class."""
+    def num_records(self) -> int: ...
 
     @property
-    def title(self) -> str:
-        """Return what the label is about, such as "picture" or "spoken digit"."""
-
-    @property
-    def labels(self) -> NDArray[np.int64]:
-        """Return the label of each record, (num_records,); `NO_LABEL` if it has none."""
+    def labels(self) -> Mapping[str, LabelColumn]:
+        """Return every label by name; a build balances the classes of the first, which is `base` if there is one."""
 
     def __getitem__(self, number: int) -> Record:
         """Return one record, the same at each call. Raises `UserError` with the file's name if it does not decode."""
@@ -56,7 +51,7 @@ class LabelColumn:
     """One label of all records of a source.
 
     Attributes:
-        title: what the label is about, such as "diagnosis".
+        title: what the label is about, such as "picture" or "diagnosis".
         classes: the class names, in the order of their numbers.
         label_N: (num_records,) int64; `NO_LABEL` for a record without this label.
     """
@@ -64,13 +59,6 @@ class LabelColumn:
     title: str
     classes: tuple[str, ...]
     label_N: NDArray[np.int64]
-
-
-def labels_of(source: Source) -> dict[str, LabelColumn]:
-    """Return every label of a source by name: `base` if it has classes, and then those in its `more_labels`."""
-    more: Mapping[str, LabelColumn] = getattr(source, "more_labels", {})
-    base = {BASE: LabelColumn(source.title, source.class_names, source.labels)} if source.class_names else {}
-    return {**base, **more}
 
 
 def first_record(source: Source, numbers: Iterable[int]) -> Record:

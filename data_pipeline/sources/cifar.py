@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import Record
-from data_pipeline.sources import SourceInputs
+from data_pipeline.core.sample import BASE, Record
+from data_pipeline.sources import LabelColumn, SourceInputs
 
 
 class Cifar:
@@ -20,7 +20,6 @@ class Cifar:
     """
 
     description = "torchvision"
-    title = "picture"
 
     @classmethod
     def open(cls, given: SourceInputs) -> Self:
@@ -37,9 +36,9 @@ class Cifar:
                 f"{root} does not hold torchvision's {reader.base_folder}, or it is damaged; download it with "
                 f"`python -c \"import torchvision; torchvision.datasets.{reader.__name__}('{root}', download=True)\"`"
             ) from None
-        self.class_names: tuple[str, ...] = tuple(dataset.classes)
-        self.labels: NDArray[np.int64] = np.array(dataset.targets, dtype=np.int64)
+        self.labels = {BASE: LabelColumn("picture", tuple(dataset.classes), np.array(dataset.targets, dtype=np.int64))}
+        self.num_records = len(dataset.targets)
         self._pictures: NDArray[np.uint8] = dataset.data
 
     def __getitem__(self, number: int) -> Record:
-        return Record(self._pictures[number], int(self.labels[number]))
+        return Record(self._pictures[number])

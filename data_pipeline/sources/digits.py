@@ -27,6 +27,7 @@ from PIL import Image
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import OVERLAY_OPTION
+from data_pipeline.sources import LabelColumn
 
 MnistKind = Literal["mnist", "mnist_test_for_test", "mnist_t10k"]
 DigitKind = MnistKind | Literal["sklearn"]
@@ -44,6 +45,11 @@ class DigitSource:
     name: str
     images: NDArray[np.uint8]
     labels: NDArray[np.int64]
+
+    @property
+    def column(self) -> LabelColumn:
+        """Return the label of a source of these digits."""
+        return LabelColumn("digit", tuple("0123456789"), self.labels)
 
     @property
     def description(self) -> str:

@@ -56,7 +56,7 @@ class PictureFiles(SplitFiles):
                 f"{self.files.root / name} is {seen} but {self.files.root / self._first} is {first}; bring all "
                 f"pictures to one size with {SOURCE_OPTION} image_size=N, and leave out those of other channels"
             )
-        return Record(pixels, int(self.labels[number]), name)
+        return Record(pixels, name)
 
 
 class FolderOptions(SplitOptions):

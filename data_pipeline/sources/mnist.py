@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
-from data_pipeline.core.sample import Record
+from data_pipeline.core.sample import BASE, Record
 from data_pipeline.core.schema import Schema
 from data_pipeline.sources import SourceInputs
 from data_pipeline.sources.digits import DigitSource, MnistKind, mnist_digits
@@ -29,13 +26,11 @@ class Mnist:
     Raises `UserError` if `root` lacks the files, or if they are damaged.
     """
 
-    title = "digit"
-    class_names = tuple("0123456789")
     options_schema: ClassVar[type[Schema]] = MnistOptions
 
     def __init__(self, digits: DigitSource) -> None:
         self.description = digits.name
-        self.labels: NDArray[np.int64] = digits.labels
+        self.num_records, self.labels = len(digits.labels), {BASE: digits.column}
         self._digits_NHW = digits.images
 
     @classmethod
@@ -44,4 +39,4 @@ class Mnist:
         return cls(mnist_digits(given.required_root(), split=given.split, kind=options.kind))
 
     def __getitem__(self, number: int) -> Record:
-        return Record(self._digits_NHW[number][:, :, None], int(self.labels[number]))
+        return Record(self._digits_NHW[number][:, :, None])

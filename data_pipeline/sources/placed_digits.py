@@ -5,17 +5,17 @@ The overlay `second_digit` adds the second. Published are 20 pixels on a canvas 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar, Final, Self
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
 from data_pipeline.core.randomness import generator
-from data_pipeline.core.sample import Record
+from data_pipeline.core.sample import BASE, Record
 from data_pipeline.core.schema import ImageSize, Schema
-from data_pipeline.sources import SourceInputs
+from data_pipeline.sources import LabelColumn, SourceInputs
 from data_pipeline.sources.digits import DigitKind, DigitSource, check_fits, read_digits, resize
 
 DEFAULT_DIGIT_SIZE: Final = 20  # pixels, as published
@@ -51,8 +51,6 @@ class PlacedDigits:
     split: str
     options: PlacedDigitsOptions
     options_schema: ClassVar[type[Schema]] = PlacedDigitsOptions
-    class_names: tuple[str, ...] = field(default=tuple("0123456789"), init=False)
-    title: str = field(default="digit", init=False)
 
     def __post_init__(self) -> None:
         check_fits(self.options.digit_size, image_size=self.options.image_size)
@@ -68,8 +66,12 @@ class PlacedDigits:
         return f"{self.digits.description}, {self.options.digit_size} pixels on a canvas of {self.options.image_size}"
 
     @property
-    def labels(self) -> NDArray[np.int64]:
-        return self.digits.labels
+    def num_records(self) -> int:
+        return len(self.digits.labels)
+
+    @property
+    def labels(self) -> Mapping[str, LabelColumn]:
+        return {BASE: self.digits.column}
 
     def __getitem__(self, number: int) -> Record:
         rng = generator(self.seed, f"placed digits {self.split}", number)
@@ -77,4 +79,4 @@ class PlacedDigits:
         row, column = rng.integers(0, image_size - size + 1, 2)
         canvas = np.zeros((image_size, image_size, 3), dtype=np.uint8)
         canvas[row : row + size, column : column + size] = resize(self.digits.images[number], size)[:, :, None]
-        return Record(canvas, int(self.digits.labels[number]))
+        return Record(canvas)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Self
 
 import numpy as np
@@ -18,8 +18,8 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from data_pipeline.core.randomness import generator
-from data_pipeline.core.sample import Record
-from data_pipeline.sources import SourceInputs
+from data_pipeline.core.sample import BASE, Record
+from data_pipeline.sources import LabelColumn, SourceInputs
 
 Coordinate = NDArray[np.float64]  # (64, 64): x or y of every point of a picture, in pixels
 Region = NDArray[np.bool_]  # (64, 64): the points that a form covers
@@ -175,19 +175,16 @@ class Procedural:
     seed: int
     split: str
     num_records: int
-    description: str = field(default="procedural", init=False)
-    class_names: tuple[str, ...] = field(default=tuple(PATTERNS), init=False)
-    title: str = field(default="picture", init=False)
+    description = "procedural"
 
     @classmethod
     def open(cls, given: SourceInputs) -> Self:
         return cls(given.seed, given.split, given.limit or DEFAULT_NUM_RECORDS[given.split])
 
     @property
-    def labels(self) -> NDArray[np.int64]:
-        return np.arange(self.num_records) % len(PATTERNS)
+    def labels(self) -> Mapping[str, LabelColumn]:
+        return {BASE: LabelColumn("picture", tuple(PATTERNS), np.arange(self.num_records) % len(PATTERNS))}
 
     def __getitem__(self, number: int) -> Record:
-        label = number % len(PATTERNS)
-        rng = generator(self.seed, f"procedural {self.split}", number)
-        return Record(draw(PATTERNS[self.class_names[label]], rng), label)
+        pattern = tuple(PATTERNS.values())[number % len(PATTERNS)]
+        return Record(draw(pattern, generator(self.seed, f"procedural {self.split}", number)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Self
 
 import numpy as np
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from data_pipeline.audio.log_mel import FSDD
 from data_pipeline.core.randomness import generator
-from data_pipeline.core.sample import Record
-from data_pipeline.sources import SourceInputs
+from data_pipeline.core.sample import BASE, Record
+from data_pipeline.sources import LabelColumn, SourceInputs
 from data_pipeline.sources.silence import SPEECH
 
 SAMPLE_RATE: Final = FSDD.sample_rate
@@ -78,11 +78,8 @@ class ProceduralSpeech:
     seed: int
     split: str
     num_records: int
-    description: str = field(default="procedural speech", init=False)
-    class_names: tuple[str, ...] = field(default=tuple(MELODIES), init=False)
-    title: str = field(default="melody", init=False)
-    sample_rate: int = field(default=SAMPLE_RATE, init=False)
-    num_points: int = field(default=FSDD.num_points, init=False)
+    description = "procedural speech"
+    sample_rate, num_points = FSDD.sample_rate, FSDD.num_points
 
     @classmethod
     def open(cls, given: SourceInputs) -> Self:
@@ -90,10 +87,9 @@ class ProceduralSpeech:
         return cls(given.seed, given.split, given.limit or num_records_of[given.split])
 
     @property
-    def labels(self) -> NDArray[np.int64]:
-        return np.arange(self.num_records) % len(MELODIES)
+    def labels(self) -> Mapping[str, LabelColumn]:
+        return {BASE: LabelColumn("melody", tuple(MELODIES), np.arange(self.num_records) % len(MELODIES))}
 
     def __getitem__(self, number: int) -> Record:
-        label = number % len(MELODIES)
-        rng = generator(self.seed, f"procedural speech {self.split}", number)
-        return Record(sing(MELODIES[self.class_names[label]], rng), label)
+        notes = tuple(MELODIES.values())[number % len(MELODIES)]
+        return Record(sing(notes, generator(self.seed, f"procedural speech {self.split}", number)))

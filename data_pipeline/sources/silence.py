@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass
+from typing import ClassVar, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from data_pipeline.audio.log_mel import AUDIOMNIST, FSDD, MelConfig
-from data_pipeline.core.sample import NO_LABEL, Record
+from data_pipeline.core.sample import Record
+from data_pipeline.sources import LabelColumn
 
 # The sounds of which silence stands in the place: their spectrogram, and how many records each split has.
 SPEECH: Final[Mapping[str, tuple[MelConfig, Mapping[str, int]]]] = {
@@ -27,13 +27,8 @@ class SilenceSource:
     num_records: int
     sample_rate: int
     num_points: int
-    description: str = field(default="silence", init=False)
-    class_names: tuple[str, ...] = field(default=(), init=False)
-    title: str = field(default="silence", init=False)
-
-    @property
-    def labels(self) -> NDArray[np.int64]:
-        return np.full(self.num_records, NO_LABEL, dtype=np.int64)
+    description = "silence"
+    labels: ClassVar[Mapping[str, LabelColumn]] = {}
 
     def __getitem__(self, number: int) -> Record:
-        return Record(np.zeros(1, dtype=np.int16), NO_LABEL)
+        return Record(np.zeros(1, dtype=np.int16))

@@ -50,7 +50,7 @@ class SoundFiles(SplitFiles):
         remarks = facts.remarks
         if len(points) > self.num_points:
             remarks += (f"is longer than the {self.num_points / self.sample_rate:.3g} s of a sample",)
-        return Record(points, int(self.labels[number]), name, remarks)
+        return Record(points, name, remarks)
 
 
 class SoundFolderOptions(SplitOptions):

@@ -22,10 +22,10 @@ from pydantic import Field
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import SOURCE_OPTION
 from data_pipeline.core.progress import Progress
-from data_pipeline.core.sample import BASE, NO_LABEL, Medium
+from data_pipeline.core.sample import BASE, Medium
 from data_pipeline.core.schema import Schema
 from data_pipeline.core.system import num_cores
-from data_pipeline.sources import LabelColumn, SourceInputs
+from data_pipeline.sources import SourceInputs
 from data_pipeline.sources.known_layouts import TEST, TRAIN
 from data_pipeline.sources.layout import Layout, find_layout
 from data_pipeline.sources.places import open_files
@@ -61,12 +61,8 @@ class SplitFiles:
 
     def __init__(self, found: Layout, description: str) -> None:
         self.files, self.description = found.files, description
-        self._names = found.names
-        self.more_labels = dict(found.labels)
-        no_label = LabelColumn(found.medium, (), np.full(len(found.names), NO_LABEL))
-        base = self.more_labels.pop(BASE, no_label)
-        self.title, self.class_names = base.title, base.classes
-        self.labels: NDArray[np.int64] = base.label_N
+        self._names, self.num_records = found.names, len(found.names)
+        self.labels = dict(sorted(found.labels.items(), key=lambda label: label[0] != BASE))
 
 
 def open_split(given: SourceInputs, medium: Medium, options: SplitOptions) -> tuple[Layout, Layout]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, ClassVar, Final, Literal, Self
 
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from data_pipeline.core.randomness import generator
-from data_pipeline.core.sample import Record
+from data_pipeline.core.sample import BASE, Record
 from data_pipeline.core.schema import ImageSize, Schema, Share
 from data_pipeline.sources import LabelColumn, SourceInputs
 from data_pipeline.sources.procedural import DEFAULT_NUM_RECORDS, phase
@@ -249,8 +249,6 @@ class Trifeature:
     num_records: int
     options: TrifeatureOptions
     options_schema: ClassVar[type[Schema]] = TrifeatureOptions
-    class_names: tuple[str, ...] = field(default=tuple(SHAPES), init=False)
-    title: str = field(default="shape", init=False)
 
     @classmethod
     def open(cls, given: SourceInputs) -> Self:
@@ -266,13 +264,12 @@ class Trifeature:
         return f"trifeature, {options.image_size} pixels{correlated}"
 
     @property
-    def labels(self) -> NDArray[np.int64]:
-        return np.arange(self.num_records) % _NUM_CLASSES
-
-    @property
-    def more_labels(self) -> Mapping[str, LabelColumn]:
-        classes = {"texture": tuple(TEXTURES), "colour": tuple(COLOURS)}
-        return {name: LabelColumn(name, names, self._drawn[name]) for name, names in classes.items()}
+    def labels(self) -> Mapping[str, LabelColumn]:
+        return {
+            BASE: LabelColumn("shape", tuple(SHAPES), np.arange(self.num_records) % _NUM_CLASSES),
+            "texture": LabelColumn("texture", tuple(TEXTURES), self._drawn["texture"]),
+            "colour": LabelColumn("colour", tuple(COLOURS), self._drawn["colour"]),
+        }
 
     @cached_property
     def _drawn(self) -> dict[str, NDArray[np.int64]]:
@@ -289,13 +286,12 @@ class Trifeature:
         return {name: np.concatenate(parts)[: self.num_records] for name, parts in columns.items()}
 
     def __getitem__(self, number: int) -> Record:
-        label = number % _NUM_CLASSES
         texture, colour = (int(self._drawn[name][number]) for name in CORRELATED)
         picture = draw(
-            SHAPES[self.class_names[label]],
-            TEXTURES[tuple(TEXTURES)[texture]],
-            COLOURS[tuple(COLOURS)[colour]],
+            tuple(SHAPES.values())[number % _NUM_CLASSES],
+            tuple(TEXTURES.values())[texture],
+            tuple(COLOURS.values())[colour],
             size=self.options.image_size,
             rng=generator(self.seed, f"trifeature {self.split}", number),
         )
-        return Record(picture, label)
+        return Record(picture)

@@ -52,18 +52,18 @@ def test_the_published_speakers_in_the_order_of_speaker_digit_and_take(audiomnis
     for split, speakers in (("train", TRAIN.split()), ("test", TEST.split())):
         for root in (audiomnist, audiomnist / "data"):
             source = AudioMnist(root, split=split)  # knows its labels, though no file holds a sound
-            assert source.labels.dtype == np.int64
-            assert source.labels.tolist() == [0, 3, 3] * len(speakers)
+            digit_N = source.labels["base"].label_N
+            assert digit_N.dtype == np.int64
+            assert digit_N.tolist() == [0, 3, 3] * len(speakers)
         for position, speaker in enumerate(sorted(speakers)):
             for offset, name in enumerate((f"0_{speaker}_0.WAV", f"3_{speaker}_9.wav", f"3_{speaker}_10.wav")):
                 write_points(audiomnist / "data" / speaker / name, num=3 * position + offset + 1)
         again = pickle.loads(pickle.dumps(source))
-        for number in range(len(source.labels)):
+        for number in range(source.num_records):
             record = again[number]
             assert record.content.dtype == np.int16
             assert len(record.content) == number + 1
-            assert record.label == source.labels[number]
-            assert record.file.startswith(f"{sorted(speakers)[number // 3]}/{record.label}_")
+            assert record.file.startswith(f"{sorted(speakers)[number // 3]}/{digit_N[number]}_")
 
 
 def test_missing_speakers_are_named(audiomnist: Path) -> None:
@@ -91,17 +91,18 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_each_speaker_can_be_the_test_speaker(recordings: Path) -> None:
     for speaker in ("george", "yweweler"):
         train, test = (Fsdd(recordings, split=split, test_speaker=speaker) for split in ("train", "test"))
-        assert np.bincount(train.labels).tolist() == [250] * 10
-        assert np.bincount(test.labels).tolist() == [50] * 10
+        assert np.bincount(train.labels["base"].label_N).tolist() == [250] * 10
+        assert np.bincount(test.labels["base"].label_N).tolist() == [50] * 10
         assert speaker in test.description
         assert test.description == train.description
-    first, last = test[0], train[len(train.labels) - 1]
+    last = train.num_records - 1
     with tarfile.open(archive("fsdd-recordings.tar.gz")) as tar:
-        for record, name in ((first, "0_yweweler_0"), (last, "9_theo_49")):
+        for source, number, name in ((test, 0, "0_yweweler_0"), (train, last, "9_theo_49")):
+            record = source[number]
             file = tar.extractfile(f"recordings/{name}.wav")
             assert file is not None
             assert record.content.tobytes() == file.read()[44 : 44 + 2 * len(record.content)]
-            assert record.label == int(name[0])
+            assert source.labels["base"].label_N[number] == int(name[0])
 
 
 def test_wrong_recordings_are_named(tmp_path: Path) -> None:
@@ -127,11 +128,10 @@ def test_wrong_recordings_are_named(tmp_path: Path) -> None:
 
 def test_melodies_depend_on_their_number_alone() -> None:
     source = ProceduralSpeech(0, "train", 40)
-    assert Counter(source.labels.tolist()) == dict.fromkeys(range(10), 4)
+    assert Counter(source.labels["base"].label_N.tolist()) == dict.fromkeys(range(10), 4)
     longer = ProceduralSpeech(0, "train", 1_000)
     for number in (39, 0, 17):
         assert source[number].content.tobytes() == longer[number].content.tobytes()
-        assert source[number].label == source.labels[number]
     others = [ProceduralSpeech(1, "train", 40)[0], ProceduralSpeech(0, "test", 40)[0], source[10]]
     assert len({other.content.tobytes() for other in [source[0], *others]}) == 4
     lengths = [len(longer[number].content) for number in range(100)]
@@ -145,7 +145,7 @@ def test_neither_the_bands_nor_the_moments_of_a_melody_give_its_kind_away() -> N
         source = ProceduralSpeech(0, split, num)
         clips = [torch.from_numpy(source[number].content) for number in range(num)]
         waveforms_BT = to_float(fit_length(clips, FSDD.num_points, last_B=torch.zeros(num, dtype=torch.bool)))
-        splits.append((log_mel(power_mel(waveforms_BT, FSDD), FSDD), source.labels))
+        splits.append((log_mel(power_mel(waveforms_BT, FSDD), FSDD), source.labels["base"].label_N))
     (train_BMN, train_labels), (test_BMN, test_labels) = splits
     for axis in (1, 2):
         probe = make_pipeline(StandardScaler(), LogisticRegression(max_iter=500)).fit(

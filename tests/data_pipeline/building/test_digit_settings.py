@@ -68,7 +68,7 @@ def test_a_placed_digit_is_the_resized_digit_somewhere_on_black() -> None:
         windows = np.lib.stride_tricks.sliding_window_view(picture[:, :, 0], (12, 12))
         found = (windows == digit).all((2, 3)) & (windows.sum((2, 3), dtype=np.int64) == picture[:, :, 0].sum())
         assert found.any(), number
-        assert source[number].label == digits().labels[number] == source.labels[number]
+        assert digits().labels[number] == source.labels["base"].label_N[number]
 
 
 def test_places_are_uniform_and_depend_on_seed_split_and_number_alone() -> None:
@@ -125,10 +125,10 @@ def first_digits(num: int) -> Tensor:
 
 
 def test_the_second_digit_is_uniform_and_independent_of_the_first() -> None:
-    num = min(NUM, len(placed().labels))
+    num = min(NUM, placed().num_records)
     _, label_B, _ = drawn(second(), first_digits(num))
     assert is_uniform(label_B, 10)
-    agree = float((label_B == torch.from_numpy(placed().labels[:num])).float().mean())
+    agree = float((label_B == torch.from_numpy(placed().labels["base"].label_N[:num])).float().mean())
     assert abs(agree - 0.1) < 4 * (0.09 / num) ** 0.5
     assert torch.equal(label_B, drawn(second(), black(num, 48))[1])
 

@@ -24,10 +24,10 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import MASK_OBJECT, NO_LABEL
 from data_pipeline.loading.decode import decode
 from data_pipeline.loading.whole import read_all
-from data_pipeline.overlays import FIRST_PURPOSE, LabelClasses, Layer, PictureOverlay
+from data_pipeline.overlays import FIRST_PURPOSE, Layer, PictureOverlay
 from data_pipeline.overlays.registry import NAMES
 from data_pipeline.storage.locations import INDEX_NAME
-from data_pipeline.storage.manifest import Fields, describe_manifest, load_manifest
+from data_pipeline.storage.manifest import Fields, LabelEntry, describe_manifest, load_manifest
 from data_pipeline.storage.store import SampleStore
 from tests.commands import call
 from tests.data_pipeline.folders import open_folder
@@ -173,8 +173,8 @@ def test_without_a_split_a_share_of_each_group_is_drawn(tmp_path: Path) -> None:
     parts = {}
     for split in ("train", "test"):
         source = open_folder(tmp_path / "pics", labels=table, split=split, test_share=0.2)
-        parts[split] = {source.name(number) for number in range(len(source.labels))}
-        counts = np.bincount(source.more_labels["sex"].label_N)
+        parts[split] = {source.name(number) for number in range(source.num_records)}
+        counts = np.bincount(source.labels["sex"].label_N)
         assert counts.tolist() == {"train": [16, 16], "test": [4, 4]}[split]
     assert not parts["train"] & parts["test"]
 
@@ -221,7 +221,7 @@ def test_pictures_in_neither_split_are_counted_by_what_the_table_says(
     rows = [[name, "f", split] for name, split in zip(names, splits, strict=False)]
     write_table(table, ["file", "sex", "split"], rows)
     for split in ("train", "test"):
-        assert len(open_folder(tmp_path / "pics", labels=table, split=split).labels) == 1
+        assert open_folder(tmp_path / "pics", labels=table, split=split).num_records == 1
     said = [
         f"{tmp_path}/pics: left out what the table of labels does not name (18, such as a/0006.png)",
         f'{tmp_path}/pics: left out what is in neither split: 2 in "val", 1 in "tset", 1 in "" (4, such as a/0002.png)',
@@ -341,7 +341,7 @@ class Bar(PictureOverlay):
 
     class_names = ("row", "column")
     title = "direction"
-    more_labels = {"shade": LabelClasses("shade", ("dark", "light"))}  # noqa: RUF012
+    more_labels = {"shade": LabelEntry(title="shade", classes=("dark", "light"))}  # noqa: RUF012
 
     def draw(self, keys: DrawKeys) -> Layer:
         return self.draw_given(keys, {"base": torch.zeros_like(keys.index_B)})
@@ -370,6 +370,6 @@ def test_an_overlay_may_give_several_labels_and_ask_for_those_of_the_source(
     assert batch.labels["shade"].tolist() == (batch.labels["base"] % 2).tolist()
     assert set(batch.labels["overlay"].tolist()) == {0, 1}
     assert (batch.inputs_a[:, :, 3, 3] == (20 + 200 * batch.labels["shade"])[:, None]).all()
-    monkeypatch.setattr(Bar, "more_labels", {"base": LabelClasses("shade", ("dark",))})
+    monkeypatch.setattr(Bar, "more_labels", {"base": LabelEntry(title="shade", classes=("dark",))})
     with pytest.raises(UserError, match="the source and the overlay both give the label base; rename it in one"):
         build_dataset(dataset, tmp_path / "again", limit=4)

@@ -62,13 +62,13 @@ def test_cifar_gives_the_pictures_of_the_split(
 ) -> None:
     pixels = write_cifar(tmp_path, monkeypatch, num_classes=num_classes)
     train, test = (Cifar(tmp_path, num_classes=num_classes, split=split) for split in ("train", "test"))
-    assert train.labels.tolist() == [3, 1, 2, 0] * num_files
-    assert len(test.labels) == 4
-    assert len(train.class_names) == num_classes
-    assert train.class_names[2] == {10: "c", 100: "kind_2"}[num_classes]
+    base = train.labels["base"]
+    assert base.label_N.tolist() == [3, 1, 2, 0] * num_files
+    assert (train.num_records, test.num_records) == (4 * num_files, 4)
+    assert len(base.classes) == num_classes
+    assert base.classes[2] == {10: "c", 100: "kind_2"}[num_classes]
     np.testing.assert_array_equal(train[num_files * 4 - 3].content, pixels[-2, 1])
     np.testing.assert_array_equal(test[0].content, pixels[-1, 0])
-    assert train[num_files * 4 - 3].label == 1
 
 
 def test_cifar_100_becomes_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +219,7 @@ def test_sklearn_digits_keep_their_labels_and_spread_their_levels() -> None:
 
 def drawn(split: str, num: int, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     source = Procedural(seed=seed, split=split, num_records=num)
-    return np.stack([source[number].content for number in range(num)]), source.labels
+    return np.stack([source[number].content for number in range(num)]), source.labels["base"].label_N
 
 
 def test_a_drawn_picture_depends_on_seed_split_and_number_alone() -> None:

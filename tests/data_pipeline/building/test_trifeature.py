@@ -13,7 +13,6 @@ import pytest
 from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.randomness import generator
-from data_pipeline.sources import labels_of
 from data_pipeline.sources.trifeature import COLOURS, SHAPES, TEXTURES, Trifeature, TrifeatureOptions, draw
 from data_pipeline.storage.store import SampleStore
 from tests.data_pipeline.stored_samples import decode_sample, find_problems
@@ -32,7 +31,7 @@ def plain() -> Trifeature:
 
 
 def labels(given: Trifeature) -> dict[str, np.ndarray]:
-    return {name: column.label_N for name, column in labels_of(given).items()}
+    return {name: column.label_N for name, column in given.labels.items()}
 
 
 def test_every_thousand_pictures_hold_every_combination_once() -> None:

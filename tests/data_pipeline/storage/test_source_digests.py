@@ -162,7 +162,7 @@ def test_another_seed_cuts_otherwise_and_other_names_do_not(tmp_path: Path) -> N
 
     def test_split(*, seed: int) -> set[bytes]:
         folder = open_folder(root, split="test", test_share=0.3, seed=seed)
-        return {folder[number].content.tobytes() for number in range(len(folder.labels))}
+        return {folder[number].content.tobytes() for number in range(folder.num_records)}
 
     before = test_split(seed=0)
     assert test_split(seed=1) != before
@@ -180,8 +180,11 @@ def test_equal_files_are_on_one_side_also_in_two_classes(tmp_path: Path) -> None
     sides = []
     for split in ("train", "test"):
         folder = open_folder(root, split=split, test_share=0.5)
-        assert np.bincount(folder.labels).tolist() == [20, 20]  # ten pictures twice; the same ten, and ten dogs
-        sides.append({folder[number].content.tobytes() for number in range(len(folder.labels))})
+        assert np.bincount(folder.labels["base"].label_N).tolist() == [
+            20,
+            20,
+        ]  # ten pictures twice; the same ten, and ten dogs
+        sides.append({folder[number].content.tobytes() for number in range(folder.num_records)})
     assert not sides[0] & sides[1]
     assert len(sides[0] | sides[1]) == 40
 
