@@ -46,8 +46,11 @@ def test_change_is_split_by_the_mask() -> None:
     difference[:, :, 2:6, 2:6] = -0.1
     difference[:, :, 3:5, 3:5] = 0.3
     total = 4 * 0.3 + 12 * 0.1
-    assert mean_change(difference.abs().mean(1), masks_NHW) == pytest.approx((total / 64, total / 16, 0.3))
-    assert mean_change(difference.abs().mean(1), torch.zeros_like(masks_NHW))[1:] == (None, None)
+    change_NHW = difference.abs().mean(1)
+    parts = list(zip(change_NHW.split(1), masks_NHW.split(1), strict=True))
+    assert mean_change(parts) == pytest.approx((total / 64, total / 16, 0.3))
+    for masks in (torch.zeros_like(masks_NHW), None):
+        assert mean_change([(change_NHW, masks)])[1:] == (None, None)
 
 
 def test_difference_is_grey_where_nothing_changed_and_scaled_elsewhere() -> None:
@@ -87,13 +90,14 @@ def test_numbers_are_those_of_the_views_that_training_draws(run_dir: RunDir) -> 
     result = json.loads(json_path.read_text())
     modules = build_modules(debug.viewmaker())
     test = read_pictures(run_dir.path.parent / "test")
-    images = test.images_NCHW.float() / 255
+    batch = test.inputs(torch.arange(37))
+    images = batch.inputs_a / 255
     with torch.no_grad():
-        views = modules.view_policy.eval()(images, DrawKeys(seed=0, epoch=0, index_B=test.index_N, view=0))
+        views = modules.view_policy.eval()(images, DrawKeys(seed=0, epoch=0, index_B=test.samples.index_B, view=0))
     change = (views - images).abs().mean(1).numpy()
     assert result["change"] == pytest.approx(float(change.mean()), rel=1e-4)
-    assert test.masks_NHW is not None
-    expected = change[test.masks_NHW.numpy() == 255].mean() / change.mean()
+    assert batch.masks_BHW is not None
+    expected = change[batch.masks_BHW.numpy() == 255].mean() / change.mean()
     assert result["selectivity_object"] == pytest.approx(float(expected), rel=1e-4)
     assert result["checkpoint_step"] == 0
     assert result["num_pictures"] == 37

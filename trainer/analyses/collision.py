@@ -92,7 +92,7 @@ def measure(loaded: LoadedRun, config: CollisionConfig) -> tuple[CollisionResult
             f"collision compares pictures, but the test set of {loaded.run_dir.path} has no two different ones; pass a "
             "run on other data"
         )
-    index_N = test.index_N[rows_N].to(loaded.device)
+    index_N = test.samples.index_B[rows_N].to(loaded.device)
     uses = powers_of_two(config.max_uses)
     transforms = {}
     configs = {name: alone(policy, name) for name in SWITCHES if _is_on(policy, name)} | {"all": policy}

@@ -99,7 +99,7 @@ def measure(loaded: LoadedRun, config: ConcentrationConfig) -> tuple[Concentrati
         )
     num_classes, num = rows_KN.shape
     images_KNCHW = to_floating(test.images(rows_KN).to(loaded.device))
-    index_KN = test.index_N[rows_KN].to(loaded.device)
+    index_KN = test.samples.index_B[rows_KN].to(loaded.device)
     measured = PAIRS if images_KNCHW.shape[2] == NUM_COLOURS else PAIRS_WITHOUT_COLOURS
     pairs: dict[str, tuple[Concentration, ...]] = {}
     with Progress("pairs of transforms", total=len(measured) * num_classes) as progress:

@@ -190,7 +190,7 @@ def heads_of(loaded: LoadedRun) -> Heads:
             f"{loaded.modules.step}{options}`"
         )
     heads = read_heads(path, device=loaded.device)
-    num_features = loaded.modules.encoder.feature_size(*loaded.test.images_NCHW.shape[2:])
+    num_features = loaded.modules.encoder.feature_size(*loaded.test.size)
     expected = {space: (len(names), num_features) for space, names in labels.items()}
     found = {space: tuple(head.weight_KF.shape) for space, head in heads.by_label.items()}
     if heads.train_manifest_sha256 != loaded.train.manifest.sha256 or not found.items() <= expected.items():
@@ -202,8 +202,8 @@ def _examples(loaded: LoadedRun, config: FeatureDropoutConfig) -> tuple[Tensor, 
     """Return the rows (N,) of the test set, and the indices (N,) that draw their views."""
     if config.of_sample is None:
         rows_N = loaded.choose_rows(loaded.test, config.num_examples)
-        return rows_N, loaded.test.index_N[rows_N]
-    indices_M = loaded.test.index_N  # not the numbers of the rows, because samples may be left out
+        return rows_N, loaded.test.samples.index_B[rows_N]
+    indices_M = loaded.test.samples.index_B  # not the numbers of the rows, because samples may be left out
     rows = (indices_M == config.of_sample).nonzero()
     if not len(rows):
         least, most = int(indices_M.min()), int(indices_M.max())
@@ -261,7 +261,7 @@ def _judge(
         and (loaded.test.by_label[space][rows_N] != NO_LABEL).any()
     }
     features: dict[str, list[Tensor]] = {judge.name: [] for judge in judges}
-    plain, changes, masks = [], [], []
+    plain, changes = [], []
     with frozen(*(judge.loaded.modules.encoder for judge in judges)):
         for batch in view_batches(
             loaded.modules.view_policy,
@@ -275,9 +275,7 @@ def _judge(
             for judge in judges:
                 features[judge.name].append(judge.loaded.modules.encoder.features(batch.views_BCHW))
             plain.append(loaded.modules.encoder.features(batch.seen_BCHW))
-            if batch.masks_BHW is not None:
-                changes.append(batch.change())
-                masks.append(batch.masks_BHW)
+            changes.append((batch.change(), batch.masks_BHW))
             progress.advance(len(batch.views_BCHW))
 
     def probabilities(head: LinearHead, features_NF: Tensor, label_N: Tensor) -> Probabilities:
@@ -285,7 +283,7 @@ def _judge(
         uniform = uniform_dips(len(probability_N), num_draws=config.num_uniform_samples, seed=seed)
         return describe(probability_N, num_bins=config.num_bins, uniform_dips_D=uniform)
 
-    change, in_box, in_object = mean_change(torch.cat(changes).cpu(), torch.cat(masks)) if masks else (0.0, None, None)
+    change, in_box, in_object = mean_change(changes)
     plain_NF, heads = torch.cat(plain), policy.heads.by_label
     run = JudgedRun(
         name=policy.name,

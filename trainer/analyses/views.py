@@ -11,6 +11,8 @@ Shapes: N pictures, B batch, C channels, H height, W width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -60,8 +62,7 @@ def measure_views(loaded: LoadedRun, config: ViewsAnalysisConfig) -> tuple[Views
     policy = modules.view_policy
     measured = torch.arange(len(test))[: config.num_pictures]
     batches = view_batches(policy, test, measured, seed=seed, view=0, device=device)
-    masks_NHW = test.masks(measured)
-    change, in_box, in_object = mean_change(torch.cat([batch.change() for batch in batches]).cpu(), masks_NHW)
+    change, in_box, in_object = mean_change([(batch.change(), batch.masks_BHW) for batch in batches])
     shown = choose_pictures(test, config.num_shown)
     grid, gain = view_grid(policy, test, shown, seed=seed, device=device)
     result = ViewsResult(
@@ -74,7 +75,7 @@ def measure_views(loaded: LoadedRun, config: ViewsAnalysisConfig) -> tuple[Views
         selectivity_box=ratio(in_box, change),
         selectivity_object=ratio(in_object, change),
         difference_gain=gain,
-        shown=tuple(test.index_N[shown].tolist()),
+        shown=tuple(test.samples.index_B[shown].tolist()),
         test_manifest_sha256=test.manifest.sha256,
     )
     return result, grid
@@ -83,16 +84,16 @@ def measure_views(loaded: LoadedRun, config: ViewsAnalysisConfig) -> tuple[Views
 ANALYSIS = Analysis("views", ViewsAnalysisConfig, measure_views)
 
 
-def mean_change(change_NHW: Tensor, masks_NHW: Tensor | None) -> tuple[float, float | None, float | None]:
+def mean_change(parts: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[float, float | None, float | None]:
     """Return the mean change of all pixels, of those in the box (mask >= `MASK_BOX`) and of those of the object.
 
-    The last two are None if the masks have none.
+    `parts` are changes and masks of batches. The last two results are None if the masks have none, or for sounds.
     """
+    change_NHW = torch.cat([change_BHW for change_BHW, _ in parts]).cpu()
+    masks = [masks_BHW for _, masks_BHW in parts if masks_BHW is not None]
 
     def inside(level: int) -> float | None:
-        if masks_NHW is None:
-            return None
-        chosen = change_NHW[masks_NHW >= level]
+        chosen = change_NHW[torch.cat(masks) >= level] if masks else ()
         return chosen.mean().item() if len(chosen) else None
 
     return change_NHW.mean().item(), inside(MASK_BOX), inside(MASK_OBJECT)

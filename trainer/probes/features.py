@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -28,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from data_pipeline.audio.log_mel import mel_config
+from data_pipeline.audio.log_mel import MelConfig, mel_config
 from data_pipeline.core.batch import Batch
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
@@ -94,62 +95,46 @@ class ViewFunction(Protocol):
 
 
 @dataclass(frozen=True)
-class StoredInputs:
-    """Samples as they are stored, if inputs are made when they are read: sounds, online overlays, streamed pictures.
-
-    `draw` is the number of a draw of the overlay. Each draw is the same in every run.
-    """
-
-    manifest: Manifest
-    samples: DecodedSamples | StreamedSamples
-    overlay: Overlay | None
-    draw: int
-
-    def batch(self, row_B: Tensor, keys: Callable[[Tensor], DrawKeys] | None = None) -> Batch:
-        """Return some rows as training would get them with `keys(index_B)`, by default with the draw `draw`."""
-        chosen = keys or (lambda index_B: evaluation_keys(index_B, draw=self.draw))
-        maker = BatchMaker(self.manifest, self.overlay, lambda index_B, epoch, view: chosen(index_B))
-        return maker.apply_overlay(maker.collate(self.samples.take(row_B)))
-
-
-@dataclass(frozen=True)
 class Pictures:
     """Every sample of a dataset once, in stored order, on one device; as read, on the host.
 
-    If inputs are made when they are read, pictures, masks and labels are those of one draw, which is the same in every
-    run. `inputs` gives others, too.
+    The inputs of a batch are made when they are asked for.
 
     Attributes:
         manifest: of the dataset.
-        images_NCHW: uint8; for sounds their normalised spectrograms, (N, 1, H, W) float32. Of streamed pictures it has
-            the shape alone, on the device "meta"; `images` reads them.
-        masks_NHW: uint8; None for sounds. Of streamed pictures the shape alone; `masks` reads them.
-        index_N: int64.
+        samples: in memory, or decoded each time they are asked for.
         by_label: each label by name, (N,) int64; `NO_LABEL` for a sample without it.
-        stored: the source of the inputs; None if each reading gives the same inputs.
+        overlay: drawn on the samples of a batch; None if there is none, or if it was drawn into the shards.
+        draw: the number of a draw of the overlay, that of pictures and labels. Each draw is the same in every run.
         num_left_out: the number of samples of the dataset that are not among these, because they have no label at all.
     """
 
     manifest: Manifest
-    images_NCHW: Tensor
-    masks_NHW: Tensor | None
-    index_N: Tensor
+    samples: DecodedSamples | StreamedSamples
     by_label: Mapping[LabelSpace, Tensor]
-    stored: StoredInputs | None = None
+    overlay: Overlay | None = None
+    draw: int = 0
     num_left_out: int = 0
 
     def __len__(self) -> int:
-        return self.index_N.numel()
+        return len(self.samples)
 
     @property
     def are_sounds(self) -> bool:
         return self.manifest.medium == "sound"
 
     @property
-    def streamed(self) -> StreamedSamples | None:
-        """Return the samples if they are decoded each time they are asked for; None if they are in memory."""
-        samples = None if self.stored is None else self.stored.samples
-        return samples if isinstance(samples, StreamedSamples) else None
+    def size(self) -> tuple[int, int]:
+        """Return the height and width of the pictures, or of the spectrograms of sounds."""
+        if (mel := self._mel) is not None:
+            return mel.num_mels, mel.num_frames
+        _, height, width = self.manifest.batch_shape
+        return height, width
+
+    @property
+    def _mel(self) -> MelConfig | None:
+        rate = self.manifest.sample_rate
+        return None if rate is None else mel_config(rate, self.manifest.batch_shape[0])
 
     def on(self, device: torch.device) -> Pictures:
         """Return the same samples on a device, where their overlays and views are then drawn without copies.
@@ -157,65 +142,48 @@ class Pictures:
         Streamed pictures, and samples for which the device has no memory, are returned as they are. Every rank calls
         this.
         """
-        stored, samples = self.stored, None if self.stored is None else self.stored.samples
-        if isinstance(samples, StreamedSamples) or self.index_N.device == device:
+        samples = self.samples
+        if isinstance(samples, StreamedSamples) or samples.index_B.device == device:
             return self
-        inputs = [self.images_NCHW, self.masks_NHW]
-        if samples is not None:
-            inputs += [samples.pictures_BCHW, samples.masks_BHW, samples.points_X]
-        if not fits_in_memory(sum(each.nbytes for each in inputs if each is not None), device):
+        if not fits_in_memory(sum(each.nbytes for each in vars(samples).values() if isinstance(each, Tensor)), device):
             return self
-        if stored is not None and samples is not None:
-            # A copy, because a module is moved in place.
-            overlay = None if stored.overlay is None else copy.deepcopy(stored.overlay).to(device)
-            stored = replace(stored, samples=samples.to(device), overlay=overlay)
         return replace(
             self,
-            images_NCHW=self.images_NCHW.to(device),
-            masks_NHW=None if self.masks_NHW is None else self.masks_NHW.to(device),
-            index_N=self.index_N.to(device),
+            samples=samples.to(device),
             by_label={name: label_N.to(device) for name, label_N in self.by_label.items()},
-            stored=stored,
+            # A copy, because a module is moved in place.
+            overlay=None if self.overlay is None else copy.deepcopy(self.overlay).to(device),
         )
-
-    def images(self, row_X: Tensor) -> Tensor:
-        """Return the pictures (or spectrograms) of some rows, (X..., C, H, W)."""
-        if self.stored is None or self.streamed is None:
-            return self.images_NCHW[row_X]
-        if row_X.ndim == 1 and len(row_X) <= _ENCODED_AT_ONCE:
-            return self.stored.batch(row_X).inputs_a
-        rows = torch.split(row_X.flatten(), _ENCODED_AT_ONCE)
-        parts = [self.stored.batch(row_B).inputs_a for row_B in self.ahead(rows, title="pictures")]
-        return torch.cat(parts).view(*row_X.shape, *self.manifest.batch_shape)
-
-    def masks(self, row_B: Tensor) -> Tensor | None:
-        """Return the masks of some rows, (B, H, W); None for sounds."""
-        if self.stored is None or self.streamed is None:
-            return None if self.masks_NHW is None else self.masks_NHW[row_B]
-        return self.stored.batch(row_B).masks_BHW
 
     def ahead(self, rows: Sequence[Tensor], *, title: str) -> Iterable[Tensor]:
         """Return `rows` to loop over. Streamed pictures of the next ones are decoded during the loop.
 
-        The methods above and `inputs` must get the same tensors. `title` is that of the progress.
+        `inputs` and `pictures` must get the same tensors. `title` is that of the progress.
         """
-        return rows if self.streamed is None else self.streamed.ahead(rows, title=title)
+        return self.samples.ahead(rows, title=title) if isinstance(self.samples, StreamedSamples) else rows
 
     def inputs(self, row_B: Tensor, keys: Callable[[Tensor], DrawKeys] | None = None) -> Batch:
-        """Return the inputs of a view policy for some rows, with the same draw as `images_NCHW`.
+        """Return some rows as training gets them, with overlays from `keys(index_B)`, by default those of `draw`.
 
-        With `keys`, inputs that are made when they are read are drawn again from `keys(index_B)`. Views are of
-        `inputs_a`.
+        Views are of `inputs_a`.
         """
-        if self.stored is not None and (keys is not None or self.are_sounds or self.streamed is not None):
-            return self.stored.batch(row_B, keys)
-        images_BCHW, masks_BHW = self.images_NCHW[row_B], self.masks(row_B)
-        labels = {space: label_N[row_B] for space, label_N in self.by_label.items()}
-        return Batch(0, 0, self.index_N[row_B], images_BCHW, images_BCHW, masks_BHW, masks_BHW, labels)
+        chosen = keys or (lambda index_B: evaluation_keys(index_B, draw=self.draw))
+        maker = BatchMaker(self.manifest, self.overlay, lambda index_B, epoch, view: chosen(index_B))
+        return maker.apply_overlay(maker.collate(self.samples.take(row_B)))
 
     def seen(self, inputs: Tensor) -> Tensor:
-        """Return the input of the encoder without a view, for pictures in [0, 1] or for waveforms from `inputs`."""
-        return _spectrograms(inputs, self.manifest)
+        """Return the input of the encoder without a view, for pictures or waveforms from `inputs`, as (B, C, H, W)."""
+        return inputs if (mel := self._mel) is None else clean_spectrogram(inputs, mel)
+
+    def pictures(self, row_B: Tensor) -> Tensor:
+        """Return the input of the encoder without a view: uint8 (B, C, H, W), or (B, 1, H, W) float32 of sounds."""
+        return self.seen(self.inputs(row_B).inputs_a)
+
+    def images(self, row_X: Tensor) -> Tensor:
+        """Return `pictures` of any number of rows, (X..., C, H, W)."""
+        rows = torch.split(row_X.flatten(), _ENCODED_AT_ONCE)
+        parts = [self.pictures(row_B) for row_B in self.ahead(rows, title="pictures")]
+        return torch.cat(parts).view(*row_X.shape, *parts[0].shape[1:])
 
     @property
     def class_labels(self) -> tuple[LabelSpace, ...]:
@@ -231,7 +199,7 @@ class Pictures:
 def read_pictures(location: Path | str, *, read: ReadConfig = _DEFAULT_READ, draw: int = 0) -> Pictures:
     """Read a whole dataset; samples that cannot be read are left out. Every rank calls this.
 
-    50,000 pictures of 32x32 take 205 MB, twice that with an online overlay. 24,000 sounds at 48 kHz take about 2 GB.
+    50,000 pictures of 32x32 take 154 MB, or 205 MB with masks. 24,000 sounds at 48 kHz take about 2 GB.
     Pictures that take more than half of the free memory are decoded once, to find those that can be read, and streamed
     from then on. The encoder gets a fixed number of readable pictures at a time, so they must be known before it runs.
     `draw` is the number of a draw of an online overlay. Each draw is the same in every run.
@@ -240,28 +208,27 @@ def read_pictures(location: Path | str, *, read: ReadConfig = _DEFAULT_READ, dra
     memory or have a rate without a spectrogram.
     """
     store = SampleStore(location, remote=read.remote)
+    labels_of = partial(_labels, store, draw=draw)
     samples: DecodedSamples | StreamedSamples
-    if fits_in_memory(num_bytes := _bytes_drawn(store.manifest)):
+    if fits_in_memory(num_bytes := resident_bytes(store.manifest)):
         whole = read_whole(store, _CPU)
         samples, bad = _usable(store, whole), tuple(whole.bad.values())
+        by_label = labels_of(samples)
     elif store.manifest.medium == "sound":
         raise UserError(
             f"{location} takes {num_bytes / 1e9:.3g} GB in memory, more than half of what is free; free some"
         )
     else:
         logger.info("%s takes %.3g GB in memory, so it is streamed", location, num_bytes / 1e9)
-
-        def labels_of(good: DecodedSamples) -> Mapping[LabelSpace, Tensor]:
-            return StoredInputs(store.manifest, good, store.overlay, draw).batch(torch.arange(len(good))).labels
-
         samples, bad = find_readable(store, labels_of)
         if (rows := _labelled_rows(store, samples.labels)) is not None:
             samples = samples.chosen(rows)
+        by_label = samples.labels
     check_bad_share(bad, num_samples=len(store), max_share=read.max_bad_share, where=store.location)
     for sample in bad:
         logger.warning("%s: %s in %s is left out: %s", location, sample.key, sample.shard, sample.reason)
-    pictures = _finish(StoredInputs(store.manifest, samples, store.overlay, draw))
-    return replace(pictures, num_left_out=len(store) - len(bad) - len(samples))
+    num_left_out = len(store) - len(bad) - len(samples)
+    return Pictures(store.manifest, samples, by_label, store.overlay, draw, num_left_out)
 
 
 def read_train(data: DataConfig) -> Pictures:
@@ -269,9 +236,13 @@ def read_train(data: DataConfig) -> Pictures:
     return read_pictures(data.probed_dir, read=data, draw=TRAIN_DRAW)
 
 
-def _bytes_drawn(manifest: Manifest) -> int:
-    """Return the bytes that samples take in memory, with the channels and rows that an online overlay adds."""
-    return resident_bytes(manifest) * math.prod(manifest.batch_shape) // math.prod(manifest.input_shape)
+def _labels(store: SampleStore, samples: DecodedSamples, *, draw: int) -> Mapping[LabelSpace, Tensor]:
+    """Return the labels of decoded samples, with those that a draw of an online overlay gives."""
+    if store.overlay is None or not len(samples):
+        return samples.labels
+    pictures = Pictures(store.manifest, samples, samples.labels, store.overlay, draw)
+    parts = [pictures.inputs(row_B).labels for row_B in torch.split(torch.arange(len(samples)), _CHUNK)]
+    return {name: torch.cat([labels[name] for labels in parts]) for name in parts[0]}
 
 
 def _usable(store: SampleStore, samples: DecodedSamples) -> DecodedSamples:
@@ -308,7 +279,7 @@ def read_some(location: Path | str, *, num: int, read: ReadConfig = _DEFAULT_REA
     samples = _usable(store, decode(store, chosen))
     if not len(samples):
         raise UserError(f"{location} holds no sample that can be read; find out with `python -m data_pipeline verify`")
-    return _finish(StoredInputs(store.manifest, samples, store.overlay, draw))
+    return Pictures(store.manifest, samples, _labels(store, samples, draw=draw), store.overlay, draw)
 
 
 def _choose(shard_ends: NDArray[np.int64], *, num: int, num_shards: int | None) -> NDArray[np.int64]:
@@ -322,39 +293,6 @@ def _choose(shard_ends: NDArray[np.int64], *, num: int, num_shards: int | None) 
     shards = np.sort(draw.permutation(len(shard_ends))[:num_shards])
     candidates = np.concatenate([np.arange(starts[shard], shard_ends[shard]) for shard in shards])
     return np.sort(draw.permutation(candidates)[:num]).astype(np.int64)
-
-
-def _finish(stored: StoredInputs) -> Pictures:
-    manifest, samples = stored.manifest, stored.samples
-    if isinstance(samples, StreamedSamples):
-        shape = (len(samples), *manifest.batch_shape)
-        return Pictures(
-            manifest=manifest,
-            images_NCHW=torch.empty(shape, dtype=torch.uint8, device="meta"),
-            masks_NHW=torch.empty(shape[0], *shape[2:], dtype=torch.uint8, device="meta"),
-            index_N=samples.index_B,
-            by_label=samples.labels,
-            stored=stored,
-        )
-    row_N = torch.arange(len(samples), device=samples.index_B.device)
-    batches = [stored.batch(row_B) for row_B in torch.split(row_N, _CHUNK)]
-    masks = [batch.masks_BHW for batch in batches if batch.masks_BHW is not None]
-    is_drawn = manifest.medium == "sound" or stored.overlay is not None
-    return Pictures(
-        manifest=manifest,
-        images_NCHW=torch.cat([_spectrograms(batch.inputs_a, manifest) for batch in batches]),
-        masks_NHW=torch.cat(masks) if masks else None,
-        index_N=samples.index_B,
-        by_label={name: torch.cat([batch.labels[name] for batch in batches]) for name in batches[0].labels},
-        stored=stored if is_drawn else None,
-    )
-
-
-def _spectrograms(inputs: Tensor, manifest: Manifest) -> Tensor:
-    """Return the spectrograms (B, 1, H, W) of waveforms (B, T), or pictures as they are."""
-    if manifest.sample_rate is None:
-        return inputs
-    return clean_spectrogram(inputs, mel_config(manifest.sample_rate, inputs.shape[1]))
 
 
 @contextmanager
@@ -419,12 +357,9 @@ def _read_in_turn(inputs: Tensor | Pictures, chunks: Sequence[range]) -> Iterato
     """Yield chunks of consecutive rows."""
     if isinstance(inputs, Tensor):
         yield from (inputs[chunk.start : chunk.stop] for chunk in chunks)
-    elif inputs.streamed is None:
-        yield from _read_in_turn(inputs.images_NCHW, chunks)
-    else:
-        rows = [torch.arange(chunk.start, chunk.stop) for chunk in chunks]
-        for row_B in inputs.ahead(rows, title=f"encode {inputs.streamed.store.location}"):
-            yield inputs.images(row_B)
+        return
+    rows = [torch.arange(chunk.start, chunk.stop, device=inputs.samples.index_B.device) for chunk in chunks]
+    yield from map(inputs.pictures, inputs.ahead(rows, title="pictures encoded"))
 
 
 def _room_for(inputs: Tensor | Pictures, part: Tensor) -> Tensor:

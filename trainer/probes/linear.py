@@ -267,7 +267,7 @@ def drawn_batches(
         inputs = to_floating(batch.inputs_a.to(device))
         if config.views == "policy":
             masks_BHW = None if batch.masks_BHW is None else batch.masks_BHW.to(device)
-            views_BCHW = view_policy(inputs, keys(train.index_N[row_B].to(device)), masks_BHW)
+            views_BCHW = view_policy(inputs, keys(train.samples.index_B[row_B].to(device)), masks_BHW)
         else:
             views_BCHW = train.seen(inputs)
         encoder.train(config.batch_norm == "train")
@@ -276,7 +276,7 @@ def drawn_batches(
         return features_BF, {space: batch.labels[space].to(device) for space in labels}
 
     def batches(epoch: int) -> Iterator[FeatureBatch]:
-        rows = epoch_rows(len(train), epoch=epoch, config=config, device=train.index_N.device)
+        rows = epoch_rows(len(train), epoch=epoch, config=config, device=train.samples.index_B.device)
         num_steps = _steps_at_once(train, config=config, device=device)
         chunks = _together(rows, num_steps)
         firsts = range(0, len(chunks), world_size())
@@ -303,8 +303,7 @@ def _steps_at_once(train: Pictures, *, config: ProbeConfig, device: torch.device
     """Return how many steps are encoded at once. Batch statistics are those of one step."""
     if device.type != "cuda" or config.batch_norm == "train":
         return 1
-    pixels = math.prod(train.images_NCHW.shape[2:])
-    return max(1, min(_MOST_STEPS, _MOST_PIXELS // (config.batch_size * pixels)))
+    return max(1, min(_MOST_STEPS, _MOST_PIXELS // (config.batch_size * math.prod(train.size))))
 
 
 def _together(rows: Sequence[Tensor], num_steps: int) -> Sequence[Tensor]:

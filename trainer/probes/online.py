@@ -92,7 +92,8 @@ class OnlineProbe:
         }
         self._neighbors = neighbors_of(targets, config.num_neighbors)
         self._num_train = len(train)
-        self._images_NCHW = torch.cat([train.images_NCHW, test.images_NCHW]).to(device)
+        images = [each.images(torch.arange(len(each))) for each in (train, test)]
+        self._images_NCHW = torch.cat(images).to(device)
 
     def __call__(self) -> dict[str, float]:
         """Return probe/LABEL/knn and probe/LABEL/ridge in [0, 1] for each label, and probe/seconds of this rank.

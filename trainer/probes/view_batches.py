@@ -49,8 +49,8 @@ def view_batches(
 
     With `index_N`, views are drawn as if the samples had those indices.
     """
-    index_N = pictures.index_N[rows_N] if index_N is None else index_N
-    height, width = pictures.images_NCHW.shape[2:]
+    index_N = pictures.samples.index_B[rows_N] if index_N is None else index_N
+    height, width = pictures.size
     size = max(1, min(_BATCH_SIZE, _MAX_PIXELS // (height * width)))
     with frozen(policy):
         rows = pictures.ahead(torch.split(rows_N, size), title="views")

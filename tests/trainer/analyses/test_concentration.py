@@ -13,6 +13,7 @@ from PIL import Image
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL
+from data_pipeline.loading.decode import DecodedSamples
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import write_run
 from tests.trainer.probes.toy import toy_manifest
@@ -95,7 +96,8 @@ def test_pairs_that_undo_what_tells_pictures_apart_are_found(tmp_path: Path, mon
     images_NCHW = torch.where(mirrored_N[:, None, None, None] == 1, patterns[label_N].flip(3), patterns[label_N]).to(
         torch.uint8
     )
-    pictures = Pictures(toy_manifest(24), images_NCHW, None, torch.arange(24), {"base": label_N, "overlay": label_N})
+    labels = {"base": label_N, "overlay": label_N}
+    pictures = Pictures(toy_manifest(24), DecodedSamples(torch.arange(24), labels, pictures_BCHW=images_NCHW), labels)
     monkeypatch.setattr(LoadedRun, "read_test", lambda loaded, pictures_for: pictures)
     data = write_tiny_pair(tmp_path / "data", num_train=4, num_test=4)
     run_dir = write_run(tmp_path / "run", data)

@@ -15,6 +15,7 @@ from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import drawn
+from data_pipeline.loading.decode import DecodedSamples
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from tests.trainer.analyses.planted import DropBottom, plant, write_run
 from trainer.analyses import feature_dropout
@@ -86,7 +87,7 @@ def test_planted_dropout_is_found(data: Path, tmp_path: Path, monkeypatch: pytes
     result = FeatureDropoutResult.parse(json.loads(paths[1].read_text()), where="")
 
     test = read_pictures(data / "test")
-    dropped_N = policy.dropped(DrawKeys(0, 0, test.index_N, 0))
+    dropped_N = policy.dropped(DrawKeys(0, 0, test.samples.index_B, 0))
     lost = float((dropped_N & (test.by_label["overlay"] != 0)).float().mean())  # class 0 is what black looks like
     assert 0.2 < lost < 0.5
     judged = {(j.views_of, j.judged_by, j.label): j for j in result.judgements}
@@ -155,7 +156,8 @@ def test_the_one_sample_is_named_by_its_index(data: Path, tmp_path: Path, monkey
     """Samples that are left out shift the rows. Planted: the first two were, and every view blackens the object."""
     runs = plant_two_runs(data, tmp_path, monkeypatch, DropBottom(1.0))
     whole = read_pictures(data / "test")
-    shifted = replace(whole, index_N=whole.index_N + 2)
+    assert isinstance(whole.samples, DecodedSamples)
+    shifted = replace(whole, samples=replace(whole.samples, index_B=whole.samples.index_B + 2))
     monkeypatch.setattr(LoadedRun, "test", shifted)
     is_dark = whole.by_label["overlay"] == 0  # what a black object is taken for
     row = next(row for row in range(NUM_TEST - 2) if is_dark[row] and not is_dark[row + 2])

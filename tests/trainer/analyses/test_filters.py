@@ -67,7 +67,8 @@ def test_numbers_of_a_real_encoder(tmp_path: Path) -> None:
     assert 0 <= dead < 1
     assert 0 < r2 < 1
     assert Image.open(png_path).size[0] > 1000
-    images_NCHW = read_pictures(run_dir.path.parent / "data" / "test").images_NCHW
+    test = read_pictures(run_dir.path.parent / "data" / "test")
+    images_NCHW = test.images(torch.arange(len(test)))
     with torch.no_grad():
         pooled_NC = build_modules(debug.image()).encoder.eval().pooled(images_NCHW / 255)
     check_first_row(png_path, images_NCHW, pooled_NC, result.shown[0])

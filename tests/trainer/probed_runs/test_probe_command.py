@@ -163,7 +163,7 @@ def test_the_heads_that_are_kept_score_what_was_reported(data: Path, probed: Pro
     heads, test = read_heads(run_dir.probes(0) / "heads.safetensors"), read_pictures(data / "test")
     encoder = build_modules(debug.image()).encoder.eval()
     with torch.no_grad():
-        features_NF = encoder.features(test.images_NCHW / 255)
+        features_NF = encoder.features(test.images(torch.arange(len(test))) / 255)
     for space, head in heads.by_label.items():
         result = read_result(run_dir.probes(0) / f"{space}.json")
         assert accuracy(head.classes(features_NF), test.by_label[space]) == result.linear.accuracy
@@ -274,7 +274,7 @@ def test_test_samples_without_any_label_count_as_those_that_lack_a_label(
         )
     run_dir = make_run(tmp_path / "run", tmp_path, probe={"num_epochs": 1, "views": "none"})
     if streams:
-        monkeypatch.setattr(features, "_bytes_drawn", lambda _: 1 << 60)
+        monkeypatch.setattr(features, "resident_bytes", lambda _: 1 << 60)
     call(monkeypatch, run_dir.path)
     colour, site = (read_result(run_dir.probes(10) / f"{name}.json") for name in ("colour", "site"))
     assert (colour.num_test, colour.num_unlabelled, site.num_test, site.num_unlabelled) == (20, 10, 15, 15)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL
+from data_pipeline.loading.decode import DecodedSamples
 from tests.trainer.probes.toy import ToyEncoder, toy_pictures
 from trainer.probes import groups as groups_module
 from trainer.probes.features import Pictures, encode, frozen
@@ -89,14 +91,14 @@ def partial(num: int, *, seed: int, share: float) -> Pictures:
     lacks_N = torch.rand(num, generator=torch.Generator().manual_seed(seed)) < share
     overlay_N = torch.where(lacks_N, NO_LABEL, pictures.by_label["overlay"])
     by_label = {"base": pictures.by_label["base"], "overlay": overlay_N}
-    return Pictures(pictures.manifest, pictures.images_NCHW, pictures.masks_NHW, pictures.index_N, by_label)
+    assert isinstance(pictures.samples, DecodedSamples)
+    return replace(pictures, samples=replace(pictures.samples, labels=by_label), by_label=by_label)
 
 
 def only(pictures: Pictures, rows_N: torch.Tensor) -> Pictures:
-    assert pictures.masks_NHW is not None
+    assert isinstance(pictures.samples, DecodedSamples)
     by_label = {name: label_N[rows_N] for name, label_N in pictures.by_label.items()}
-    images_NCHW, masks_NHW = pictures.images_NCHW[rows_N], pictures.masks_NHW[rows_N]
-    return Pictures(pictures.manifest, images_NCHW, masks_NHW, pictures.index_N[rows_N], by_label)
+    return replace(pictures, samples=pictures.samples.take(rows_N), by_label=by_label)
 
 
 def test_samples_without_a_label_are_no_neighbours_and_no_test_samples() -> None:
@@ -104,8 +106,8 @@ def test_samples_without_a_label_are_no_neighbours_and_no_test_samples() -> None
     train, test = partial(203, seed=0, share=0.3), partial(103, seed=1, share=0.3)
     encoder = ToyEncoder()
     with frozen(encoder):
-        [bank_NC] = encode(lambda x_BCHW: [encoder.pooled(x_BCHW)], train.images_NCHW, device=CPU)
-        [queries_QC] = encode(lambda x_BCHW: [encoder.pooled(x_BCHW)], test.images_NCHW, device=CPU)
+        [bank_NC] = encode(lambda x_BCHW: [encoder.pooled(x_BCHW)], train, device=CPU)
+        [queries_QC] = encode(lambda x_BCHW: [encoder.pooled(x_BCHW)], test, device=CPU)
     targets = label_targets(train, test)
     in_train, in_test = (part.by_label["overlay"] != NO_LABEL for part in (train, test))
     whole = Target(train.by_label["overlay"][in_train], test.by_label["overlay"][in_test], num_classes=3)

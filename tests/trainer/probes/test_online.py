@@ -149,18 +149,20 @@ def test_the_samples_are_some_of_those_that_the_probe_command_reads(overlay: Any
     else:
         write_tiny_pair(tmp_path, num_train=40, num_test=20, overlay=overlay)
     whole, some = read_pictures(tmp_path / "train"), read_some(tmp_path / "train", num=17)
-    rows = some.index_N
+    rows = some.samples.index_B
     assert len(rows) == 17
     assert rows.tolist() == sorted(set(rows.tolist())) != list(range(17))
-    torch.testing.assert_close(some.images_NCHW, whole.images_NCHW[rows], rtol=1e-5, atol=1e-5)
+    found, expected = some.inputs(torch.arange(17)), whole.inputs(rows)
+    torch.testing.assert_close(found.inputs_a, expected.inputs_a, rtol=1e-5, atol=1e-5)
     assert list(some.by_label) == list(whole.by_label) == ["base", "overlay"][: 1 if overlay == "none" else 2]
     for space, label_N in whole.by_label.items():
         assert torch.equal(some.by_label[space], label_N[rows])
-    if whole.masks_NHW is not None:
-        assert some.masks_NHW is not None
-        assert torch.equal(some.masks_NHW, whole.masks_NHW[rows])
+    if overlay != "sound":
+        assert found.masks_BHW is not None
+        assert expected.masks_BHW is not None
+        assert torch.equal(found.masks_BHW, expected.masks_BHW)
     assert len(read_some(tmp_path / "train", num=1000)) == 40
-    assert torch.equal(read_some(tmp_path / "train", num=17).index_N, rows)
+    assert torch.equal(read_some(tmp_path / "train", num=17).samples.index_B, rows)
 
 
 def test_of_a_remote_dataset_a_few_shards_are_fetched(tmp_path: Path) -> None:
@@ -169,8 +171,8 @@ def test_of_a_remote_dataset_a_few_shards_are_fetched(tmp_path: Path) -> None:
     read = ReadConfig(remote=RemoteConfig(cache_dir=str(tmp_path / "cache")))
     some = read_some(f"file://{directory}", num=10, read=read)
     assert len(some) == 10
-    assert len(set((some.index_N // 2).tolist())) <= 8
-    assert torch.equal(some.images_NCHW, read_pictures(directory).images_NCHW[some.index_N])
+    assert len(set((some.samples.index_B // 2).tolist())) <= 8
+    assert torch.equal(some.images(torch.arange(10)), read_pictures(directory).images(some.samples.index_B))
     assert 0 < len(list((tmp_path / "cache").rglob("tar-*.tar"))) <= 8
 
 

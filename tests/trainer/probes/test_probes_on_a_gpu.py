@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from configs import resolve_recipe
-from data_pipeline.loading.decode import DecodedSamples
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from tests.trainer.test_on_a_gpu import CUDA, Waits, on_the_gpu, tensors_without_data
 from trainer.modules import build_modules
@@ -86,7 +85,7 @@ def test_a_probe_waits_once_an_epoch_and_not_once_a_step(
             for module in (modules.encoder, modules.view_policy):
                 on_the_gpu(module)
             known, asked = train.on(CUDA), test.on(CUDA)
-            assert (known.images_NCHW.device, known.index_N.device) == (CUDA, CUDA)
+            assert known.samples.index_B.device == CUDA
             waits.found.clear()
             fit(
                 modules.encoder,
@@ -107,12 +106,9 @@ def test_samples_and_overlays_are_copied_to_a_device(write: Any, tmp_path: Path)
     samples = read_pictures(write(tmp_path, num_train=8, num_test=4, **options) / "test")
     moved = samples.on(torch.device("meta"))
     for each, device in ((samples, "cpu"), (moved, "meta")):
-        assert each.stored is not None
-        assert each.stored.overlay is not None
-        assert isinstance(each.stored.samples, DecodedSamples)
-        tensors = [*each.by_label.values(), *each.stored.overlay.state_dict().values()]
-        for fields in (vars(each), vars(each.stored.samples)):
-            tensors += [value for value in fields.values() if isinstance(value, Tensor)]
+        assert each.overlay is not None
+        tensors = [*each.by_label.values(), *each.overlay.state_dict().values()]
+        tensors += [value for value in vars(each.samples).values() if isinstance(value, Tensor)]
         assert {tensor.device.type for tensor in tensors} == {device}
 
 

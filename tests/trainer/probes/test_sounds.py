@@ -41,14 +41,16 @@ def test_what_is_read_is_the_spectrogram_of_what_an_evaluation_reads(data: Path)
     batches = list(read_all(data / "train", batch_size=16, draw=3))
     waveforms_NT, index_N = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("inputs_a", "index_B"))
     base_N, overlay_N = (torch.cat([batch.labels[name] for batch in batches]) for name in ("base", "overlay"))
-    torch.testing.assert_close(pictures.images_NCHW, clean_spectrogram(waveforms_NT, FSDD), rtol=1e-5, atol=1e-5)
-    assert pictures.images_NCHW.dtype == torch.float32
-    assert pictures.masks_NHW is None
-    assert torch.equal(pictures.index_N, index_N)
+    images_NCHW = pictures.images(torch.arange(len(pictures)))
+    torch.testing.assert_close(images_NCHW, clean_spectrogram(waveforms_NT, FSDD), rtol=1e-5, atol=1e-5)
+    assert images_NCHW.dtype == torch.float32
+    assert pictures.size == images_NCHW.shape[2:]
+    assert torch.equal(pictures.samples.index_B, index_N)
     assert torch.equal(pictures.by_label["base"], base_N)
     assert torch.equal(pictures.by_label["overlay"], overlay_N)
     rows = torch.tensor([5, 2, 30])
     assert torch.equal(pictures.inputs(rows).inputs_a, waveforms_NT[rows])
+    assert pictures.inputs(rows).masks_BHW is None
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ from trainer.analyses.views import ANALYSIS, ViewsAnalysisConfig
 from trainer.modules import build_modules
 from trainer.probes import features
 from trainer.probes.features import Pictures, read_pictures
+from trainer.probes.streamed_samples import StreamedSamples
 from trainer.probes.view_batches import view_batches
 
 CPU = torch.device("cpu")
@@ -65,7 +66,7 @@ def data(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def read(directory: Path | str, *, streams: bool, draw: int = 0, config: ReadConfig = READ) -> Pictures:
     """Read a dataset, and stream it as if it did not fit in memory."""
-    with mock.patch.object(features, "_bytes_drawn", return_value=1 << 60 if streams else 0):
+    with mock.patch.object(features, "resident_bytes", return_value=1 << 60 if streams else 0):
         return read_pictures(directory, read=config, draw=draw)
 
 
@@ -82,10 +83,9 @@ def test_rows_of_an_overlay_that_changes_the_shape_are_those_in_memory(kind: str
 
 def check_rows(directory: Path) -> None:
     resident, streamed = (read(directory, streams=streams, draw=5) for streams in (False, True))
-    assert resident.streamed is None
-    assert streamed.streamed is not None
-    assert streamed.images_NCHW.shape == resident.images_NCHW.shape
-    assert torch.equal(streamed.index_N, resident.index_N)
+    assert not isinstance(resident.samples, StreamedSamples)
+    assert isinstance(streamed.samples, StreamedSamples)
+    assert torch.equal(streamed.samples.index_B, resident.samples.index_B)
     assert streamed.by_label.keys() == resident.by_label.keys()
     for space in resident.by_label:
         assert torch.equal(streamed.by_label[space], resident.by_label[space])
@@ -93,7 +93,9 @@ def check_rows(directory: Path) -> None:
     assert torch.equal(streamed.images(rows), resident.images(rows))
     assert torch.equal(streamed.images(rows.view(2, 2)), resident.images(rows.view(2, 2)))
     everything = torch.arange(len(resident))
-    assert torch.equal(streamed.images(everything), resident.images_NCHW)
+    images_NCHW = resident.images(everything)
+    assert torch.equal(streamed.images(everything), images_NCHW)
+    assert resident.size == images_NCHW.shape[2:]
     for found, expected in (
         (streamed.inputs(rows), resident.inputs(rows)),
         (streamed.inputs(rows, keys_of), resident.inputs(rows, keys_of)),
@@ -157,7 +159,7 @@ def test_views_and_analyses_read_what_does_not_fit(tmp_path: Path, monkeypatch: 
     assert torch.equal(torch.cat(found), torch.cat(expected))
     pages = []
     for num_bytes in (0, 1 << 60):
-        monkeypatch.setattr(features, "_bytes_drawn", lambda _, num_bytes=num_bytes: num_bytes)
+        monkeypatch.setattr(features, "resident_bytes", lambda _, num_bytes=num_bytes: num_bytes)
         run_dir = make_run(tmp_path / f"run{num_bytes}", data)
         pages.append(
             [path.read_bytes() for path in ANALYSIS.analyze([LoadedRun(run_dir, step=0)], config=ViewsAnalysisConfig())]

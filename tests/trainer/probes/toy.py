@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from configs import debug
 from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.loading.decode import DecodedSamples
 from data_pipeline.storage.manifest import Fields, HowMade, LabelEntry, Manifest, OverlayEntry, Tars
 from trainer.modules import build_modules
 from trainer.probed_runs import readout
@@ -27,16 +28,12 @@ def toy_pictures(num: int, *, seed: int, num_wrong: int = 0) -> Pictures:
     images_NCHW[:, :, :4] += 150 * base_N[:, None, None, None]
     images_NCHW[:, :, 4:] += 90 * overlay_N[:, None, None, None]
     wrong_N = torch.arange(num) < num_wrong
-    return Pictures(
-        manifest=toy_manifest(num),
-        images_NCHW=images_NCHW.to(torch.uint8),
-        masks_NHW=torch.zeros(num, 8, 8, dtype=torch.uint8),
-        index_N=torch.arange(num),
-        by_label={
-            "base": torch.where(wrong_N, (base_N + 1) % 2, base_N),
-            "overlay": torch.where(wrong_N, (overlay_N + 1) % 3, overlay_N),
-        },
-    )
+    by_label = {
+        "base": torch.where(wrong_N, (base_N + 1) % 2, base_N),
+        "overlay": torch.where(wrong_N, (overlay_N + 1) % 3, overlay_N),
+    }
+    samples = DecodedSamples(torch.arange(num), by_label, pictures_BCHW=images_NCHW.to(torch.uint8))
+    return Pictures(toy_manifest(num), samples, by_label)
 
 
 def toy_manifest(num: int) -> Manifest:
