@@ -77,15 +77,16 @@ def main() -> None:
     if arguments.encoder is not None and any(of_runs):
         parser.error("--step, --all-steps, --missing and --untrained are for runs, not for --encoder")
     import_code(arguments.code)
-    from trainer.distributed.collectives import from_first_rank, on_first_rank, rank
+    from trainer.distributed.collectives import on_first_rank, rank
     from trainer.distributed.environment import choose_device, process_group, read_env
-    from trainer.probed_runs.probing import ProbeOptions, is_probed, probe_each
+    from trainer.probed_runs.probing import ProbeOptions, probe_each
 
     world = read_env(os.environ)
     options = ProbeOptions(
         steps="all" if arguments.all_steps else arguments.step,
         settings=arguments.set,
         untrained=arguments.untrained,
+        missing=arguments.missing,
         train_dir=arguments.train,
         test_dir=arguments.test,
     )
@@ -98,7 +99,6 @@ def main() -> None:
             score(arguments.encoder, **where, settings=arguments.set, device=device)
             return
         paths = runs_of(arguments.run_dirs)
-        run_dirs = [RunDir(path) for path in paths]
 
         def check() -> None:
             say_what_is_left_out(arguments.run_dirs)
@@ -106,15 +106,13 @@ def main() -> None:
                 open_run(path)
 
         on_first_rank(check)  # check all before the first is probed
-        if arguments.missing:
-            are_probed = from_first_rank(lambda: [is_probed(run_dir, options) for run_dir in run_dirs], list[bool])
-            left = [run_dir for run_dir, is_done in zip(run_dirs, are_probed, strict=True) if not is_done]
-            if rank() == 0 and len(left) < len(run_dirs):
-                print(f"{len(run_dirs) - len(left)} of {len(run_dirs)} run(s) are probed already")
-            run_dirs = left
-        if num_failed := probe_each(run_dirs, options, device=device).count(None):
+        of_runs = probe_each([RunDir(path) for path in paths], options, device=device)
+        num_left_out, num_failed = of_runs.count({}), of_runs.count(None)
+        if rank() == 0 and num_left_out:
+            print(f"{num_left_out} of {len(of_runs)} run(s) are probed already")
+        if num_failed:
             if rank() == 0:
-                print(f"error: {num_failed} of {len(run_dirs)} run(s) were not probed", file=sys.stderr)
+                print(f"error: {num_failed} of {len(of_runs)} run(s) were not probed", file=sys.stderr)
             raise SystemExit(1)
 
 

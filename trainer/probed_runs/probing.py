@@ -19,7 +19,7 @@ from data_pipeline.core.errors import UserError, printable
 from data_pipeline.storage.manifest import FileEntry
 from trainer.config import RunConfig, read_run_config
 from trainer.config_changes import edited_config
-from trainer.data import DataConfig, Manifests, read_agreed_manifests, read_manifests
+from trainer.data import DataConfig, Manifests, read_agreed_manifests
 from trainer.distributed.collectives import (
     FirstRankExit,
     broadcast_json,
@@ -53,12 +53,14 @@ class ProbeOptions:
     settings: changes to the probe of the config, such as "views=none". The names of the result files say those that
         change a result.
     untrained: probe the untrained encoder too, before the others.
+    missing: leave out a run that has all results asked for.
     train_dir, test_dir: other datasets than those of the run, or its datasets at another place.
     """
 
     steps: int | Literal["all"] | None = None
     settings: Sequence[str] = ()
     untrained: bool = False
+    missing: bool = False
     train_dir: str | None = None
     test_dir: str | None = None
 
@@ -114,7 +116,8 @@ def probe_each(
 def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -> Mapping[LabelSpace, ProbeResult]:
     """Probe checkpoints of a run, write the results, and return those of the last one. Every rank calls this.
 
-    Raises `UserError` if a checkpoint or a dataset is missing, or if the datasets share too many samples.
+    Returns no results of a run that is left out. Raises `UserError` if a checkpoint or a dataset is missing, or if the
+    datasets share too many samples.
     """
     read = partial(read_run_config, run_dir)
     config = on_first_rank(read) or read()
@@ -123,19 +126,23 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
     data, probe_config = options.data(config.data), options.changed(config.probe)
     identity = from_first_rank(lambda: run_identity(config, run_dir.read_provenance()), str | None)
     manifests = read_agreed_manifests(data)
+    check_labels(data, manifests, probe_config)
+    place, suffix = results_on(run_dir, config, options, manifests), options.suffix(config.probe)
+    is_own = place == run_dir.all_probes
 
     def check() -> list[int | None]:
+        if options.missing and _has_results(run_dir, config, options, manifests, place):
+            return []
         at_all = steps_in(run_dir.checkpoints)
         if options.steps == "all" and not at_all:
             raise UserError(f"{run_dir.path} has no checkpoint yet; train it, or use step 0, the untrained encoder")
         return options.checkpoint_steps(at_all, None)
 
     steps = from_first_rank(check, list[int | None])
-    check_labels(data, manifests, probe_config)
+    if not steps:
+        return {}
     modules = _load(run_dir, steps[-1])  # before the data are read, in case the run has no checkpoint
     train, test, num_shared = read_data(data, manifests, probe_config)
-    place = results_on(run_dir, config, options, manifests)
-    is_own = place == run_dir.all_probes
     for step in steps:
         modules = modules if len(steps) == 1 else _load(run_dir, step)
         if rank() == 0 and is_own:
@@ -151,8 +158,8 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
         modules = modules.to(device)
         encoder, policy = reader(modules.encoder, probe_config.reads), modules.view_policy
         readout = read_out(encoder, policy, train, test, probe_config, device, step=modules.step, facts=facts)
-        write_results(place / step_name(modules.step), readout, suffix=options.suffix(config.probe))
-    if rank() == 0 and is_own and not options.suffix(config.probe):
+        write_results(place / step_name(modules.step), readout, suffix=suffix)
+    if rank() == 0 and is_own and not suffix:
         _summarize(run_dir, config, readout.results)
     return readout.results
 
@@ -258,43 +265,36 @@ def _summarize(run_dir: RunDir, config: RunConfig, results: Mapping[LabelSpace, 
     summarize(run_dir, config.tracking, final)
 
 
-def is_probed(run_dir: RunDir, options: ProbeOptions) -> bool:
-    """Tell whether a run has all results that `probe_run` would write with these options.
+def _has_results(run_dir: RunDir, config: RunConfig, options: ProbeOptions, manifests: Manifests, place: Path) -> bool:
+    """Return whether all results that `probe_run` would write with these options lie below `place`.
 
     A result counts if it is newer than its checkpoint, and has the settings and the data of the run. It must not be
-    known to be of another run, or of other code of the user's own than that of now. A run with damaged files has none,
-    and neither has one whose data cannot be read, so that `probe_run` says what is wrong. A finished run without
-    checkpoints needs the results of its last step.
+    known to be of another run, or of other code of the user's own than that of now. A finished run without checkpoints
+    needs the results of its last step.
     """
+    provenance, data = run_dir.read_provenance(), (manifests.probed, manifests.test)
     newest = run_dir.latest_step()
     if newest is None:
-        newest = run_dir.read_provenance().get("finished_step")
+        newest = provenance.get("finished_step")
     if newest is None:
         return False
-    steps = options.checkpoint_steps(steps_in(run_dir.checkpoints) or [newest], newest)
-    try:
-        own = read_run_config(run_dir)
-        identity = run_identity(own, run_dir.read_provenance())
-        manifests = read_manifests(options.data(own.data))
-        place = results_on(run_dir, own, options, manifests)
-        data = manifests.probed, manifests.test
-        wanted = options.changed(own.probe)
-        spaces = readable_labels(*data, wanted=wanted.labels)
-        hashes, code = tuple(each.sha256 for each in data), hashes_of_code(own, data)
-        for space in spaces:
-            for step in steps:
-                path = place / step_name(step or 0) / f"{space}{options.suffix(own.probe)}.json"
-                result, checkpoint = read_result(path), run_dir.checkpoint(step or 0)
-                if (
-                    result.is_of_other_run(identity)
-                    or result.probe_config != wanted.protocol
-                    or result.data != hashes
-                    or any(result.own_code.get(package, sha256) != sha256 for package, sha256 in code.items())
-                    or (checkpoint.exists() and path.stat().st_mtime < checkpoint.stat().st_mtime)
-                ):
-                    return False
-    except UserError:
-        return False
+    wanted, code = options.changed(config.probe), hashes_of_code(config, data)
+    for step in options.checkpoint_steps(steps_in(run_dir.checkpoints) or [newest], newest):
+        checkpoint = run_dir.checkpoint(step or 0)
+        for space in readable_labels(*data, wanted=wanted.labels):
+            path = place / step_name(step or 0) / f"{space}{options.suffix(config.probe)}.json"
+            try:
+                result = read_result(path)
+            except UserError:  # there is none, or a damaged one
+                return False
+            if (
+                result.is_of_other_run(run_identity(config, provenance))
+                or result.probe_config != wanted.protocol
+                or result.data != tuple(each.sha256 for each in data)
+                or any(result.own_code.get(package, sha256) != sha256 for package, sha256 in code.items())
+                or (checkpoint.exists() and path.stat().st_mtime < checkpoint.stat().st_mtime)
+            ):
+                return False
     return True
 
 
