@@ -106,13 +106,13 @@ def main() -> None:
                 open_run(path)
 
         on_first_rank(check)  # check all before the first is probed
-        of_runs = probe_each([RunDir(path) for path in paths], options, device=device)
-        num_left_out, num_failed = of_runs.count({}), of_runs.count(None)
+        found = probe_each([RunDir(path) for path in paths], options, device=device)
+        num_left_out, num_failed = found.count({}), found.count(None)
         if rank() == 0 and num_left_out:
-            print(f"{num_left_out} of {len(of_runs)} run(s) are probed already")
+            print(f"{num_left_out} of {len(found)} run(s) are probed already")
         if num_failed:
             if rank() == 0:
-                print(f"error: {num_failed} of {len(of_runs)} run(s) were not probed", file=sys.stderr)
+                print(f"error: {num_failed} of {len(found)} run(s) were not probed", file=sys.stderr)
             raise SystemExit(1)
 
 

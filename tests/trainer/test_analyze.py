@@ -47,7 +47,7 @@ def test_change_is_split_by_the_mask() -> None:
     difference[:, :, 3:5, 3:5] = 0.3
     total = 4 * 0.3 + 12 * 0.1
     change_NHW = difference.abs().mean(1)
-    parts = list(zip(change_NHW.split(1), masks_NHW.split(1), strict=True))
+    parts = list(zip(torch.split(change_NHW, 1), torch.split(masks_NHW, 1), strict=True))
     assert mean_change(parts) == pytest.approx((total / 64, total / 16, 0.3))
     for masks in (torch.zeros_like(masks_NHW), None):
         assert mean_change([(change_NHW, masks)])[1:] == (None, None)

@@ -93,7 +93,9 @@ def mean_change(parts: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[float, f
     masks = [masks_BHW for _, masks_BHW in parts if masks_BHW is not None]
 
     def inside(level: int) -> float | None:
-        chosen = change_NHW[torch.cat(masks) >= level] if masks else ()
+        if not masks:
+            return None
+        chosen = change_NHW[torch.cat(masks) >= level]
         return chosen.mean().item() if len(chosen) else None
 
     return change_NHW.mean().item(), inside(MASK_BOX), inside(MASK_OBJECT)
