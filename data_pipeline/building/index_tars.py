@@ -33,7 +33,6 @@ from data_pipeline.building.tar_scan import (
     LeftOut,
     ScanInputs,
     ScannedTar,
-    find_candidates,
     mean_and_std,
     scan_tar,
 )
@@ -69,7 +68,6 @@ from data_pipeline.storage.manifest import (
 )
 
 _NUM_MEASURED: Final = 2_000  # pictures from which the mean and the deviation are computed
-_NUM_CANDIDATES: Final = 3  # labels that are offered
 
 Split = Literal["train", "test"]
 
@@ -304,9 +302,8 @@ def describe_tars(tars: Sequence[ScannedTar], fields: Fields) -> Iterator[str]:
     if fields.labels is None and len(several := [name for name in LABEL_FIELDS if name in found]) > 1:
         yield f"the label of a sample is the first of its fields {', '.join(several)}; name one with --label"
     yield from all_left_out(tars).lines()
-    if candidates := find_candidates(tars):
-        named = [f"--label {name} ({len(nums):,} values)" for name, nums in candidates.items()]
-        yield f"samples have no label in {', '.join(LABEL_FIELDS)}; it may be {' or '.join(named[:_NUM_CANDIDATES])}"
+    if fields.labels is None and not any(tar.labels[BASE] for tar in tars):
+        yield f"samples have no label in {', '.join(LABEL_FIELDS)}; name one with --label, such as path:0 or json:NAME"
 
 
 def all_left_out(tars: Sequence[ScannedTar]) -> LeftOut:

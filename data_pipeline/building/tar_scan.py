@@ -12,9 +12,9 @@ import hashlib
 import json
 import re
 import tempfile
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
@@ -35,7 +35,6 @@ from data_pipeline.storage.manifest import Fields
 from data_pipeline.storage.tar_headers import (
     LINKS,
     TarMember,
-    are_numbered,
     name_of_tar,
     plain_contents,
     read_contents,
@@ -50,12 +49,10 @@ _MAX_FIELDS: Final = 50  # that are counted in a tar
 _METADATA: Final = re.compile(r"__[^/]*__($|/)")  # names of members that WebDataset passes over
 _FINE: Final = 1 << 20  # places of a draw in a piece of a tar
 PATH_FIELD, TAR_FIELD = "path", "tar"  # labels that are no file: see `Fields.labels`
-_LIKELY_ENTRIES: Final = ("label", "class", "cls", "category", "target")  # of JSON
-_NUM_JSON: Final = 200  # samples of a tar in whose JSON entries are looked for that could be labels
 
 # Why samples or files of a tar are left out, as `LeftOut` counts them.
 _INCOMPLETE: Final = "samples without a picture, or with one of more than 268 MB, are left out"
-DOTTED: Final = "files are left out, because more than one dot is in their names; `build folder --keep` packs them anew"
+_DOTTED: Final = "files are left out, because their names have several dots; `build folder --keep` packs them anew"
 UNREAD_LABELS: Final = "labels cannot be read"
 _UNDECODED: Final = "of the pictures that were tried do not decode"
 
@@ -102,8 +99,6 @@ class ScannedTar:
         left_out: what of the tar is not used.
         problems: what is wrong with the ends of a local tar and the tars in it, which may be cut short or damaged.
         fields: how many samples have each extension.
-        candidates: if no label is named, what could be the label of samples without one (`Fields.labels`), and how many
-            of them have each value.
         sums: of the measured pictures: their number, and for each channel the mean and the mean square.
         bad: the pictures that do not decode, and why, if all were tried; they are no samples.
     """
@@ -118,7 +113,6 @@ class ScannedTar:
     left_out: LeftOut
     problems: Sequence[str]
     fields: Mapping[str, int]
-    candidates: Mapping[str, Counter[str]]
     sums: NDArray[np.float64]
     bad: Sequence[str]
 
@@ -158,7 +152,6 @@ def scan_tar(inputs: ScanInputs, task: tuple[int, str], *, is_built: bool = Fals
         problems: list[str] = []
         named: Mapping[str, str | None] = {BASE: None} if inputs.fields.labels is None else inputs.fields.labels
         labels = {name: _LabelReader(field, left_out, is_built=is_built) for name, field in named.items()}
-        candidates: defaultdict[str, Counter[str]] = defaultdict(Counter)
         fields: Counter[str] = Counter()
         num_members = 1 if inputs.fields.mask is None else 2
         bad: list[str] = []
@@ -182,8 +175,6 @@ def scan_tar(inputs: ScanInputs, task: tuple[int, str], *, is_built: bool = Fals
                 chosen += found
                 for label in labels.values():
                     label.read(of_sample, data, tar)
-                if inputs.fields.labels is None and labels[BASE].found[-1] == NO_LABEL:
-                    _add_candidates(candidates, of_sample, data, tar, with_json=len(labels[BASE].found) <= _NUM_JSON)
         rows = measured_rows(len(chosen) // num_members, num=inputs.num_measured, tar=number)
         sums = _measure([chosen[num_members * row] for row in rows], data, inputs, left_out)
         offsets = np.array([member.offset for member in chosen], dtype=np.int64)
@@ -199,7 +190,6 @@ def scan_tar(inputs: ScanInputs, task: tuple[int, str], *, is_built: bool = Fals
             left_out=left_out,
             problems=problems,
             fields=dict(fields.most_common(_MAX_FIELDS)),
-            candidates=candidates,
             sums=sums,
             bad=bad,
         )
@@ -215,7 +205,7 @@ def _members(fields: Fields, of_sample: Mapping[str, TarMember], left_out: LeftO
         return members
     dotted = [each for name, each in of_sample.items() if "." in name and name.rpartition(".")[2] in fields.content]
     for member in dotted:
-        left_out.add(DOTTED, member.name)
+        left_out.add(_DOTTED, member.name)
     if not dotted:
         left_out.add(_INCOMPLETE, next(iter(of_sample.values())).name)
     return None
@@ -306,26 +296,6 @@ def _folders(of_sample: Mapping[str, TarMember]) -> list[str]:
     return [normal(folder) for folder in folders if folder not in ("", ".")]
 
 
-def _add_candidates(
-    candidates: Mapping[str, Counter[str]],
-    of_sample: Mapping[str, TarMember],
-    data: memoryview,
-    tar: str,
-    *,
-    with_json: bool,
-) -> None:
-    """Count what could be the label of a sample: its tar, its folders, and entries of its JSON."""
-    candidates[TAR_FIELD][tar] += 1
-    for level, folder in enumerate(_folders(of_sample)):
-        candidates[f"{PATH_FIELD}:{level}"][folder] += 1
-    member = of_sample.get("json")
-    if member is not None and with_json and member.size <= _MAX_LABEL_BYTES:
-        with suppress(ValueError, RecursionError, AttributeError):
-            for name, value in json.loads(bytes(data[member.offset : member.offset + member.size])).items():
-                if isinstance(value, (str, int)) and (word := as_word(value)):
-                    candidates[f"json:{name}"][word] += 1
-
-
 def _value_in_json(content: bytes, entry: str) -> object:
     """Return the value at an entry of a JSON file; None if it is not there. Raises `ValueError` if it is not JSON."""
     try:
@@ -338,27 +308,6 @@ def _value_in_json(content: bytes, entry: str) -> object:
     except (ValueError, KeyError, IndexError, TypeError):
         return None
     return value
-
-
-def find_candidates(tars: Sequence[ScannedTar]) -> dict[str, Counter[str]]:
-    """Return what could be the label of tars that were scanned without a named one, the likeliest first.
-
-    That is a level of folders in which all samples lie, or an entry of their JSON, if some samples have equal values;
-    and the name of the tar, unless the tars are numbered one after another.
-    """
-    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for tar in tars:
-        for name, nums in tar.candidates.items():
-            found[name] += nums
-    num = found[TAR_FIELD].total()  # each sample has this one
-    if are_numbered(found[TAR_FIELD]):
-        del found[TAR_FIELD]
-    likely = {
-        name: nums
-        for name, nums in found.items()
-        if 1 < len(nums) < nums.total() and (nums.total() == num or name.startswith("json:"))
-    }
-    return dict(sorted(likely.items(), key=lambda item: item[0].partition(":")[2] not in _LIKELY_ENTRIES))
 
 
 def measured_rows(num_samples: int, *, num: int, tar: int) -> list[int]:

@@ -21,6 +21,7 @@ from data_pipeline.sources.files import Files, medium_of
 from data_pipeline.sources.known_layouts import TEST, TRAIN
 from data_pipeline.sources.layout import Layout, split_of
 from data_pipeline.storage.manifest import Manifest
+from data_pipeline.storage.tar_headers import name_of_tar
 from data_pipeline.tools.census import Census, equal_files
 
 _AGAIN: Final = "copy them again; the commands leave them out"
@@ -64,8 +65,7 @@ class Place:
         layout: what the files mean; None if that cannot be told, and `problems` says why.
         labels: the table of labels that `path` is; None if it is something else.
         manifest: of a dataset that is built or indexed already.
-        tars: of tars of pictures, the train set first, the options with which each location is indexed; None if some of
-            its files need a build.
+        tars: the locations of tars that are indexed as they are, the train set first.
         problems: what is odd or wrong.
     """
 
@@ -75,7 +75,7 @@ class Place:
     layout: Layout | None = None
     labels: Path | None = None
     manifest: Manifest | None = None
-    tars: dict[str, list[str] | None] = field(default_factory=dict)
+    tars: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
     @cached_property
@@ -125,9 +125,10 @@ def add_problems(place: Place, layout: Layout) -> None:
 
 
 def add_split_folders(found: Sequence[Place]) -> None:
-    """Add that folders of pictures or sounds are the splits of one dataset, if they are named one by one."""
+    """Add that folders or tars of pictures or sounds are the splits of one dataset, if they are named one by one."""
     folders = [Path(place.path).absolute() for place in found if place.files is not None and not place.tars]
-    if len(folders) > 1 == len({folder.parent for folder in folders}) and all(split_of(each.name) for each in folders):
+    are_splits = all(split_of(name_of_tar(folder.name)) for folder in folders)
+    if len(folders) > 1 == len({folder.parent for folder in folders}) and are_splits:
         mend = f"look at {folders[0].parent}, which holds them all"
         for place in found:
             place.problems.append(Problem("one split of a dataset", mend, stops=True))

@@ -21,6 +21,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from data_pipeline.building.tar_scan import LABEL_FIELDS
 from data_pipeline.core.errors import UserError, printable
 from data_pipeline.core.label_words import normal
 from data_pipeline.core.options import SOURCE_OPTION
@@ -28,14 +29,22 @@ from data_pipeline.core.sample import BASE, Medium
 from data_pipeline.remote.fetch import RemoteConfig, RemoteFile, fetch
 from data_pipeline.sources import LabelColumn
 from data_pipeline.sources.files import Files, ending_of, medium_of
-from data_pipeline.sources.layout import find_layout, split_of
+from data_pipeline.sources.layout import Layout, find_layout, split_of
 from data_pipeline.sources.places import open_files
 from data_pipeline.sources.tar_files import TarFiles, rows_of
-from data_pipeline.storage.locations import MANIFEST_NAME, dataset_directory, is_remote, is_tars, listed_tars
+from data_pipeline.storage.locations import (
+    MANIFEST_NAME,
+    PICTURE_FIELDS,
+    dataset_directory,
+    is_remote,
+    is_tars,
+    listed_tars,
+)
 from data_pipeline.storage.manifest import LabelEntry, describe_manifest, load_manifest
+from data_pipeline.storage.tar_headers import split_name
 from data_pipeline.tools.census import NUM_DECODED_BYTES, take_census
 from data_pipeline.tools.findings import Place, Problem, add_equal_files, add_problems, add_split_folders
-from data_pipeline.tools.next_commands import commands, index_options
+from data_pipeline.tools.next_commands import commands
 
 _NUM_NAMED: Final = 3  # examples of a problem
 _NUM_FETCHED: Final = 3  # tars of a remote location
@@ -71,11 +80,18 @@ def look_at(path: str, *, copies: Path, num_decoded_bytes: int | None, num_worke
         place.problems.append(Problem(str(error), "", stops=True))
     else:
         add_problems(place, place.layout)
-        if isinstance(files, TarFiles) and place.layout.medium == "picture":
-            for location in _locations(files):
-                options = index_options(location, num_workers=num_workers)
-                place.tars[path if is_remote(path) else location] = options
+        if is_remote(path):
+            place.tars = [path]
+        elif isinstance(files, TarFiles) and _are_of_webdataset(place.layout):
+            place.tars = _locations(files)
     return place
+
+
+def _are_of_webdataset(layout: Layout) -> bool:
+    """Return whether an index finds all pictures of tars, and the labels if there are some; else they are built."""
+    has_fields = any(split_name(name)[1] in LABEL_FIELDS for name in layout.files.names)
+    are_found = all(split_name(name)[1] in PICTURE_FIELDS for name in layout.names)
+    return layout.medium == "picture" and are_found and (has_fields or not layout.labels)
 
 
 def _locations(files: TarFiles) -> list[str]:

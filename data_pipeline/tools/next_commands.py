@@ -9,15 +9,12 @@ from typing import Final
 
 import numpy as np
 
-from data_pipeline.building.pool import run_all
-from data_pipeline.building.tar_scan import DOTTED, ScanInputs, find_candidates, scan_tar
 from data_pipeline.core.options import SOURCE_OPTION
-from data_pipeline.core.sample import BASE, Medium
+from data_pipeline.core.sample import Medium
 from data_pipeline.core.value_range import VALUE_RANGE, ValueRange
 from data_pipeline.sources.known_layouts import TEST, TRAIN
 from data_pipeline.sources.layout import Layout
-from data_pipeline.storage.locations import is_remote, listed_tars
-from data_pipeline.storage.manifest import Fields
+from data_pipeline.storage.locations import is_remote
 from data_pipeline.tools.census import Census
 from data_pipeline.tools.findings import Place
 
@@ -44,7 +41,7 @@ def commands(places: Sequence[Place]) -> list[list[str]]:
             continue
         if place.manifest is not None:
             found += [[*_DATA, "verify", place.path], [*_DATA, "preview", place.path, "--out", "grid.png"]]
-        elif is_remote(place.path) or (max(len(places), len(place.tars)) > 1 and None not in place.tars.values()):
+        elif is_remote(place.path) or max(len(places), len(place.tars)) > 1:
             tars += [(location, place) for location in place.tars]
         if place.files is not None and place.layout is not None and not any(place is each for _, each in tars):
             found += _of_files(place, place.files.root, place.layout)
@@ -62,25 +59,12 @@ def _of_tars(tars: Sequence[tuple[str, Place]]) -> list[list[str]]:
         if found:
             words += ["--classes-of", directories[0]]
         else:
-            words += ["--size", str(_SIZE), *(place.tars[location] or ())]
+            words += ["--size", str(_SIZE)]
             words += [f"--value-range={value}" for value in _value_range(place.census.limits).values()]
         found.append(words + _skipped(place))
     if len(tars) > 1:
         found.append(_train("picture", directories[0], directories[1], len(tars[0][1].is_good), tars[0][1].census))
     return found
-
-
-def index_options(location: str, *, num_workers: int) -> list[str] | None:
-    """Return the options with which tars are indexed: the likeliest label, if samples have none of the usual.
-
-    None if an index would leave out files, because of the dots in their names.
-    """
-    inputs = ScanInputs(fields=Fields(), directory=Path(location))
-    tars = list(run_all(scan_tar, inputs, list(enumerate(listed_tars(location))), num_workers=num_workers))
-    if any(DOTTED in tar.left_out.counts for tar in tars):
-        return None
-    label = next(iter(find_candidates(tars)), None)
-    return [] if label is None or any(tar.labels[BASE] for tar in tars) else ["--label", label]
 
 
 def _of_files(place: Place, root: Path, layout: Layout) -> list[list[str]]:

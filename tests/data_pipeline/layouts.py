@@ -310,18 +310,18 @@ def shards_of_both_splits_in_one_folder(root: Path) -> None:
         write(root, {f"shards/{name}.tar": packed(some)})
 
 
-@accepted(12, said=("json:animal",))
+@accepted(12, label="animal", said=("--root .",))
 def webdataset_with_json(root: Path) -> None:
     about = [json.dumps({"id": f"x{i}", "animal": ANIMALS[i % 2]}) for i in range(12)]
     shards(root, {f"{i:06}.{e}": v for i in range(12) for e, v in (("jpg", encoded(i)), ("json", about[i]))})
 
 
-@accepted(12, said=("path:0",))
+@accepted(12, said=("--root .",))
 def tar_of_class_folders(root: Path) -> None:
     shards(root, {f"{ANIMALS[i % 2]}/{i}.jpg": encoded(i) for i in range(12)})
 
 
-@accepted(12, said=("--label tar",))
+@accepted(12, said=("--root .",))
 def one_tar_a_class(root: Path) -> None:
     for split, num, start in (("train", 4, 0), ("test", 2, 100)):
         for n, c in enumerate(ANIMALS):
@@ -329,13 +329,18 @@ def one_tar_a_class(root: Path) -> None:
             write(root, {f"{split}/{c}.tar": packed(files)})
 
 
-@accepted(12, ("n01440764", "n01443537"), looked_at=("train.tar", "val.tar"), said=("--label tar", "--classes-of"))
+@accepted(12, ("n01440764", "n01443537"), said=("--root .",))
 def tar_of_tars_as_imagenet(root: Path) -> None:
     for split, num, start in (("train", 4, 0), ("val", 2, 100)):
         inner = {}
         for n, c in enumerate(("n01440764", "n01443537")):
             inner[f"{c}.tar"] = packed({f"{c}_{i}.JPEG": encoded(start + 10 * n + i) for i in range(num)})
         write(root, {f"{split}.tar": packed(inner)})
+
+
+@refused("look at", "which holds them all", looked_at=("train.tar", "val.tar"))
+def tars_of_tars_one_by_one(root: Path) -> None:
+    tar_of_tars_as_imagenet(root)
 
 
 @accepted(10)

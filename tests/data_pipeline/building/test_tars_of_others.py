@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tarfile
 import unicodedata
 from collections.abc import Sequence
@@ -72,29 +71,6 @@ def test_folders_and_names_of_tars_are_labels(  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize(
-    ("tars", "said"),
-    [
-        ({"x": [("owl/a", {}), ("owl/b", {}), ("wren/c", {})]}, "--label path:0 (2 values)"),
-        ({"x": [("train/owl/a", {}), ("train/owl/b", {}), ("train/wren/c", {})]}, "--label path:1 (2 values)"),
-        ({"owl": [("a", {}), ("b", {})], "wren": [("a", {})]}, "--label tar (2 values)"),
-        ({"x": [("a", {"kind": "owl"}), ("b", {"kind": "owl"}), ("c", {"kind": 3})]}, "--label json:kind (2 values)"),
-        ({"x-00": [("a", {}), ("b", {})], "x-01": [("a", {})]}, ""),
-        ({"x": [("owl/a", {}), ("wren/b", {}), ("crow/c", {})]}, ""),
-    ],
-)
-def test_what_could_be_the_label_is_offered(  # type: ignore[no-untyped-def]
-    tmp_path: Path, index, tars: dict[str, list[tuple[str, dict[str, object]]]], said: str
-) -> None:
-    for tar, samples in tars.items():
-        members = []
-        for name, entries in samples:
-            members += [(f"{name}.png", picture(1)), (f"{name}.json", json.dumps(entries).encode())]
-        by_tarfile(tmp_path / f"{tar}.tar", members)
-    lines = [line for line in index(tmp_path).stdout.splitlines() if "it may be" in line]
-    assert [line.partition("it may be ")[2] for line in lines] == [said] * bool(said)
-
-
-@pytest.mark.parametrize(
     ("word", "said"),
     [("path:first", "path:0 for the first"), ("path", "path:0 for the first"), ("path:9", "no label under path:9")],
 )
@@ -138,7 +114,7 @@ def test_keys_with_dots(tmp_path: Path, index) -> None:  # type: ignore[no-untyp
     for number in range(3):
         members += [(f"IMG_2021.03.0{number}.jpg", picture(number)), (f"IMG_2021.03.0{number}.cls", b"%d" % number)]
     by_tarfile(tmp_path / "x.tar", members)
-    said = "3 files are left out, because more than one dot is in their names; `build folder --keep` packs them anew"
+    said = "3 files are left out, because their names have several dots; `build folder --keep` packs them anew"
     assert said in index(tmp_path).stderr
     by_tarfile(tmp_path / "x.tar", [*members, ("plain.jpg", picture(3))])
     assert said in index(tmp_path).stdout
