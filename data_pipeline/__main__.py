@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -43,6 +42,7 @@ def _add_overlay_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _build(parser: argparse.ArgumentParser) -> None:
+    """Build a dataset: shards and a manifest."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "%(prog)s DATASET --out DIR [options]"
     parser.epilog = describe_datasets()
@@ -101,6 +101,7 @@ def _build(parser: argparse.ArgumentParser) -> None:
 
 
 def _index(parser: argparse.ArgumentParser) -> None:
+    """Index WebDataset tars, so that they can be trained from as they are."""
     add = parser.add_argument
     add(
         "location",
@@ -160,6 +161,7 @@ def _index(parser: argparse.ArgumentParser) -> None:
 
 
 def _look(parser: argparse.ArgumentParser) -> None:
+    """Say what pictures or sounds you have, what is wrong with them, and how to build them."""
     add = parser.add_argument
     add("paths", metavar="PATH", nargs="+", help="A folder, a zip, tars, a table of labels; several are compared.")
     add(
@@ -172,8 +174,14 @@ def _look(parser: argparse.ArgumentParser) -> None:
     _add_workers(parser)
 
 
+def _verify(parser: argparse.ArgumentParser) -> None:
+    """Read a whole dataset and name what is wrong."""
+    parser.add_argument("location", metavar="DIR", help=_LOCATION_HELP)
+
+
 def _preview(parser: argparse.ArgumentParser) -> None:
-    _add_location(parser)
+    """Draw the first samples as one picture."""
+    parser.add_argument("location", metavar="DIR", help=_LOCATION_HELP)
     parser.add_argument("--out", metavar="PNG", type=Path, required=True, help="The picture to write.")
     parser.add_argument(
         "--samples", metavar="N", type=positive, default=60, help="The number of samples (default: %(default)s)."
@@ -181,6 +189,7 @@ def _preview(parser: argparse.ArgumentParser) -> None:
 
 
 def _trace(parser: argparse.ArgumentParser) -> None:
+    """Print the samples that training would see, batch by batch."""
     add = parser.add_argument
     several = " Several are the sources of a mixture, in the order of their names."
     add("locations", metavar="DIR", nargs="+", help=_LOCATION_HELP + several)
@@ -202,11 +211,13 @@ def _trace(parser: argparse.ArgumentParser) -> None:
 
 
 def _suppression(parser: argparse.ArgumentParser) -> None:
+    """Build every dataset of the suppression benchmark."""
     parser.add_argument("--settings", metavar="A,B", help="Build only these settings, such as randbit,dominoes.")
     _add_files(parser, digits=DIGITS[1])
 
 
 def _papers(parser: argparse.ArgumentParser) -> None:
+    """Build every dataset of the papers' tables."""
     _add_files(parser, digits=DIGITS[0])
 
 
@@ -243,40 +254,16 @@ def _add_workers(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_location(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("location", metavar="DIR", help=_LOCATION_HELP)
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command: a summary, the function that adds its arguments, and the module whose `run` carries it out."""
-
-    summary: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    module: str
-
-
-COMMANDS: Mapping[str, Command] = {
-    "look": Command(
-        "Say what pictures or sounds you have, what is wrong with them, and how to build them.",
-        _look,
-        "data_pipeline.tools.look",
-    ),
-    "index": Command(
-        "Index WebDataset tars, so that they can be trained from as they are.",
-        _index,
-        "data_pipeline.building.index_tars",
-    ),
-    "build": Command("Build a dataset: shards and a manifest.", _build, "data_pipeline.building.build"),
-    "papers": Command("Build every dataset of the papers' tables.", _papers, "data_pipeline.building.papers"),
-    "suppression": Command(
-        "Build every dataset of the suppression benchmark.", _suppression, "data_pipeline.building.suppression"
-    ),
-    "verify": Command("Read a whole dataset and name what is wrong.", _add_location, "data_pipeline.tools.verify"),
-    "preview": Command("Draw the first samples as one picture.", _preview, "data_pipeline.tools.preview"),
-    "trace": Command(
-        "Print the samples that training would see, batch by batch.", _trace, "data_pipeline.tools.batch_trace"
-    ),
+# Each function adds the arguments of a command, and its docstring is the summary in the help. The module has a `run`.
+COMMANDS: Final[Mapping[str, tuple[Callable[[argparse.ArgumentParser], None], str]]] = {
+    "look": (_look, "tools.look"),
+    "index": (_index, "building.index_tars"),
+    "build": (_build, "building.build"),
+    "papers": (_papers, "building.papers"),
+    "suppression": (_suppression, "building.suppression"),
+    "verify": (_verify, "tools.verify"),
+    "preview": (_preview, "tools.preview"),
+    "trace": (_trace, "tools.batch_trace"),
 }
 
 
@@ -284,13 +271,14 @@ def main(words: Sequence[str] | None = None) -> None:
     """Run the command in `words`, by default `sys.argv[1:]`. Raises `UserError`."""
     parser = Parser(prog=program("data_pipeline"), description="Look at, build, check and show datasets.")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
-    for name, command in COMMANDS.items():
-        own = commands.add_parser(name, help=command.summary, description=command.summary)
-        command.add_arguments(own)
+    for name, (add_arguments, module) in COMMANDS.items():
+        own = commands.add_parser(name, help=add_arguments.__doc__, description=add_arguments.__doc__)
+        own.set_defaults(module=f"data_pipeline.{module}")
+        add_arguments(own)
         add_code_argument(own)
     arguments = parser.parse_args(words)
     import_code(arguments.code)
-    importlib.import_module(COMMANDS[arguments.command].module).run(arguments)
+    importlib.import_module(arguments.module).run(arguments)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import hashlib
 import json
 import logging
 import shutil
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -33,7 +32,7 @@ from data_pipeline.building.datasets import BOTH, NUM_SAMPLES_PER_SHARD, SPLITS,
 from data_pipeline.building.index_tars import leave_out, write_index
 from data_pipeline.building.locks import LOCK_NAME, locked
 from data_pipeline.building.pool import run_all
-from data_pipeline.building.tar_scan import ScanInputs, mean_and_std
+from data_pipeline.building.tar_scan import LeftOut, ScanInputs, mean_and_std
 from data_pipeline.building.workers import BuildPlan, MadeTar, Unreadable, content_digests, make_tar
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import Options
@@ -67,7 +66,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T", MadeTar, bytes)
 
-_NUM_NAMED = 3  # files in a warning
 _NUM_MEASURED, _NUM_MEASURED_AT_ONCE = 2_000, 100  # samples of the mean and std, if not of all samples
 
 
@@ -279,17 +277,15 @@ def _readable(made: Iterable[T | Unreadable]) -> Iterator[T]:
 
 def _make_tars(plan: BuildPlan, *, title: str, num_workers: int) -> list[MadeTar]:
     """Write all tars."""
-    tars, files_of = [], defaultdict[str, list[str]](list)
+    tars, remarks = list[MadeTar](), LeftOut()
     made = run_all(make_tar, plan, range(plan.num_shards), num_workers=num_workers)
     with closing(made), Progress(title, total=plan.num_samples) as progress:
         for tar in _readable(made):
             tars.append(tar)
-            for remark, files in tar.files_of_remark.items():
-                files_of[remark] += files
+            remarks += tar.remarks
             progress.advance(tar.scanned.num_samples)
-    for remark, files in files_of.items():
-        named = ", ".join(files[:_NUM_NAMED])
-        logger.warning("%d of %d files: it %s (%s)", len(files), len(plan.order), remark, named)
+    for line in remarks.lines():
+        logger.warning(line)
     return tars
 
 

@@ -58,7 +58,7 @@ _UNDECODED: Final = "of the pictures that were tried do not decode"
 
 
 class LeftOut:
-    """For each reason, how many samples or files are not used, and the first of them.
+    """For each reason, how many samples or files are not used, or are odd, and the first of them.
 
     A reason is a sentence that goes on after a number, such as "links are not read".
     """

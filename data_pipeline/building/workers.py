@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.audio.waveform import crop_last, fit_length, to_float
 from data_pipeline.building.catalogue import Ingredients
-from data_pipeline.building.tar_scan import ScanInputs, ScannedTar, scan_tar
+from data_pipeline.building.tar_scan import LeftOut, ScanInputs, ScannedTar, scan_tar
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Record, Sample
 from data_pipeline.overlays import Overlay, baked_keys
@@ -84,13 +84,13 @@ class MadeTar:
     Attributes:
         totals: of its samples.
         digests: of its new records, end to end.
-        files_of_remark: the names of the files of new records about which there is a remark.
+        remarks: what is odd about the files of new records, and the number of these files.
     """
 
     scanned: ScannedTar
     totals: Totals
     digests: bytes
-    files_of_remark: Mapping[str, list[str]]
+    remarks: LeftOut
 
 
 Unreadable = dict[int, str]  # the numbers of records that their source cannot read, with the error of each
@@ -101,8 +101,7 @@ def make_tar(plan: BuildPlan, number: int) -> MadeTar | Unreadable:
     path = plan.scan.directory.absolute() / shard_name(number)
     first_index = number * plan.num_samples_per_shard
     index_B = np.arange(first_index, min(first_index + plan.num_samples_per_shard, plan.num_samples))
-    totals, digests = Totals(), list[bytes]()
-    files_of_remark: dict[str, list[str]] = {}
+    totals, digests, remarks = Totals(), list[bytes](), LeftOut()
 
     def drawn() -> Iterator[dict[str, bytes]]:
         nonlocal totals
@@ -110,7 +109,7 @@ def make_tar(plan: BuildPlan, number: int) -> MadeTar | Unreadable:
             if sample.index < len(plan.order):  # the first sample of its record
                 digests.append(content_digest(record.content))
                 for remark in record.remarks:
-                    files_of_remark.setdefault(remark, []).append(record.file)
+                    remarks.add(f"of {len(plan.order):,} files: it {remark}", record.file)
             totals += Totals.of(sample.content)
             yield encode(sample, plan.classes, sample_rate=plan.ingredients.sample_rate, file=record.file)
 
@@ -124,7 +123,7 @@ def make_tar(plan: BuildPlan, number: int) -> MadeTar | Unreadable:
     if scanned.num_samples != len(index_B):
         num = len(index_B) - scanned.num_samples
         raise UserError(f"{path} has {num} samples of more than 268 MB; make them smaller")
-    return MadeTar(scanned, totals, b"".join(digests), files_of_remark)
+    return MadeTar(scanned, totals, b"".join(digests), remarks)
 
 
 def _kept_files(plan: BuildPlan, index_B: NDArray[np.int64]) -> Iterator[dict[str, bytes]]:

@@ -104,8 +104,6 @@ def run(args: argparse.Namespace) -> None:
     if args.out.suffix.lower() != ".png":
         raise UserError(f"--out {args.out} does not end in .png; a preview is written as PNG")
     figure = draw_grid(args.location, num_samples=args.samples)
-    try:
-        figure.savefig(args.out, dpi=100)
-    except (FileNotFoundError, PermissionError) as error:
-        raise UserError(f"cannot write {args.out} ({error.strerror}); choose another --out") from None
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(args.out, dpi=100)
     print(args.out)

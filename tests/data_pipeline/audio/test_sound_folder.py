@@ -76,7 +76,7 @@ def test_all_sounds_get_one_rate_and_what_is_changed_or_odd_is_said(
         (2, "has 48000 points a second and is resampled to 16000"),
         (2, "holds PCM_24, which is rounded to 16 bits"),
         (2, "is shorter than 0.1 s"),
-        (1, "is silent (train/owl/silent.wav)"),
+        (1, "is silent, such as train/owl/silent.wav"),
     ):
         assert f"{num} of 19 files: it {remark}" in caplog.text
     store = SampleStore(tmp_path / "train")

@@ -68,7 +68,7 @@ def test_sounds_are_drawn_with_time_to_the_right_and_frequency_upwards(tmp_path:
 
 @pytest.mark.parametrize(
     ("out", "samples", "problem"),
-    [("grid.png", "0", "--samples"), ("grid.jpg", "1", "does not end in .png"), ("no/grid.png", "1", "cannot write")],
+    [("grid.png", "0", "--samples"), ("grid.jpg", "1", "does not end in .png")],
 )
 def test_what_cannot_be_drawn_is_said(tmp_path: Path, out: str, samples: str, problem: str) -> None:
     directory = write_tiny_dataset(tmp_path / "built", num_samples=2)
