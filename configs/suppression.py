@@ -24,6 +24,7 @@ from trainer.config import RunConfig
 from trainer.data import DataConfig
 from trainer.models.encoder import ConvNetConfig, EncoderConfig, ResNetConfig
 from trainer.models.heads import HeadConfig
+from trainer.models.late_pruning import LatePruningConfig
 from trainer.objectives import (
     BYOLConfig,
     DCLConfig,
@@ -174,6 +175,10 @@ def _large_embedding(point: Point, run: RunConfig) -> Mapping[str, Any]:
     return {"encoder": run.encoder.model_copy(update={"embedding_size": 512})}
 
 
+def _late_pruning(point: Point, run: RunConfig) -> Mapping[str, Any]:
+    return {"encoder": run.encoder.model_copy(update={"late_pruning": LatePruningConfig(blocks=2)})}
+
+
 def _vicreg(point: Point, run: RunConfig) -> Mapping[str, Any]:
     return {"objective": VICRegConfig(), **_large_embedding(point, run)}
 
@@ -227,6 +232,7 @@ CURES: Final[Mapping[str, Cure]] = {
     "memory bank": _objective(InstanceDiscriminationConfig(temperature=0.02)),
     "decoder": _objective(NTXentDecoderConfig(temperature=TEMPERATURE, decoder_weight=10.0)),
     "embedding of 512": _large_embedding,
+    "late pruning": _late_pruning,
     "viewmaker": _viewmaker(),
     "viewmaker, rate 0.25": _viewmaker(budget=0.4, dropout_rate=0.25),
     "masked viewmaker": _masked_viewmaker,

@@ -35,6 +35,7 @@ from trainer.distributed.engines.engine import Engine
 from trainer.liveness import stage
 from trainer.memory import interleave
 from trainer.models.activation_checkpointing import buffers_untouched
+from trainer.models.late_pruning import set_pruned_step
 from trainer.models.random_layers import has_random_layers, seeded
 from trainer.objectives import Objective, ObjectiveOutput, ViewPair
 from trainer.objectives.health import embedding_health
@@ -288,6 +289,8 @@ class TrainingStep:
     def _learn(self, batch: Batch, spec: BackwardPass) -> StepOutput:
         """Run forward pass, objective and backward pass, which computes the gradients for `_step`."""
         self._snapshot.take()
+        step = batch.step if spec.moment is None else spec.moment.step
+        set_pruned_step(self._encoder.module, seed=self._config.seed, step=step, first_view=spec.first_view)
         num_parts = self._config.memory.micro_batches
         if num_parts == 1:
             groups = self._views_by_group(batch, spec)

@@ -19,7 +19,8 @@ from trainer.reports.table import Measurement, read_csv
 
 ROOT = Path(__file__).parents[2]
 FILED = "docs/suppression/accuracies.csv.gz"
-NOT_ON_EVERY_SETTING = {"SIGReg"}  # cures that were not trained on some settings yet
+NOT_ON_EVERY_SETTING = {"SIGReg", "late pruning"}  # cures that were not trained on some settings yet
+NOT_IN_THE_STUDY = "near neighbours"  # a cure whose code is gone
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def settings(rows: list[Measurement]) -> dict[str, Setting]:
 
 def test_filed_results_are_of_the_runs_that_the_study_trains(rows: list[Measurement]) -> None:
     """A cure is filed on a setting with all difficulties and seeds, or not at all."""
-    filed = {(row.encoder, row.seed): row.factors for row in rows}
+    filed = {(row.encoder, row.seed): row.factors for row in rows if row.factors["cure"] != NOT_IN_THE_STUDY}
     found = {(factors["cure"], factors["setting"]) for factors in filed.values()}
     study = []
     for run in studies.suppression_small():

@@ -104,13 +104,19 @@ OTHERS: dict[str, tuple[Callable[[str, list[str]], RunConfig], str, list[str]]] 
         "nt_xent",
         [CONVNET, f"views={{kind: sequence, parts: [{SMALL}, {{kind: channel_dropout}}]}}"],
     ),
+    "pruned_late": (
+        configure_game,
+        "nt_xent",
+        ["adversary.update=alternating", "encoder.late_pruning={blocks: 2, share: 0.4}"],
+    ),
+    "transformer_pruned_late": (configure_game, "nt_xent", [TRANSFORMER, "encoder.late_pruning={}"]),
     "transformer": (configure_game, "nt_xent", [TRANSFORMER]),
     "split_batch_norm": (configure_game, "nt_xent", ["encoder.batch_norm=split", "encoder.batch_norm_splits=2"]),
     "two_sizes": (configure_multi_crop, "dino", []),
     "two_sizes_by_label": (configure_multi_crop, "supervised", []),
     "two_sizes_of_normal_embeddings": (configure_multi_crop, "sigreg", []),
 }
-CUT = ["resnet", "in_turns", "transformer", "split_batch_norm", "two_sizes"]
+CUT = ["resnet", "in_turns", "transformer", "split_batch_norm", "two_sizes", "pruned_late"]
 ENGINES = [(name, "fsdp" if name in CUT else "ddp") for name in OTHERS]
 
 
@@ -201,7 +207,7 @@ def of_two_ranks() -> list[list[dict[str, torch.Tensor]]]:
     configs = []
     for name, engine in ENGINES:
         build, objective, overrides = OTHERS[name]
-        parts = in_parts(objective, checkpointing="whole" if name == "transformer" else "2")
+        parts = in_parts(objective, checkpointing="whole" if name.startswith("transformer") else "2")
         configs.append(build(objective, [*overrides, *parts, f"engine.kind={engine}"]))
     return run_ranks(steps, 2, configs, timeout_s=600)
 

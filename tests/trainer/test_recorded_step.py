@@ -54,6 +54,7 @@ every_case = pytest.mark.parametrize(
         ("debug:image", ["memory.micro_batches=2", "memory.encoder_checkpointing=whole", CONVNET], 1),
         ("debug:image", ["views.kind=random_mask", CONVNET], 1),
         ("debug:image", ["views.kind=channel_dropout", CONVNET], 1),
+        ("debug:image", ["encoder.late_pruning={}", CONVNET], 1),
         ("debug:image", ["optimizer.kind=adamw", CONVNET], 1),
         ("debug:viewmaker", ["adversary.freeze_step=5", CONVNET], 2),
         ("debug:viewmaker", ["adversary.update=alternating", "adversary.viewmaker_steps=2", CONVNET], 1),
@@ -253,7 +254,7 @@ def test_what_could_be_recorded_is_not_always_recorded_by_default(overrides: lis
 
 
 def test_every_objective_that_can_be_recorded_is_recorded_here() -> None:
-    refused = {"instance_discrimination", "dino", "nt_xent_cycle"}  # another step is another one to record
+    refused = {"instance_discrimination", "dino", "nt_xent_cycle", "sigreg"}  # another step is another one to record
     assert OBJECTIVES.keys() == KINDS.keys() - refused
     for kind, overrides in OBJECTIVES.items():
         config = configure("debug:image", [f"objective.kind={kind}", *overrides])

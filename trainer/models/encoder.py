@@ -29,6 +29,7 @@ from trainer.distributed.collectives import is_distributed
 from trainer.models.batch_norm import counted_together, depends_on_row_order, grouped_statistics
 from trainer.models.convnet import ConvNet
 from trainer.models.heads import HeadConfig, build_head
+from trainer.models.late_pruning import LatePruningConfig, prune_late
 from trainer.models.resnet import Init, blocks_of_depth, resnet_trunk, wide_resnet_trunk
 from trainer.models.timm_trunk import OWN_ARGUMENTS, TimmTrunk
 from trainer.models.trunk import Trunk
@@ -70,6 +71,8 @@ class BaseEncoderConfig(KindConfig):
     mean, std: the normalisation of each input channel, for pictures in [0, 1]. None takes the values in the manifest of
         the train set; for spectrograms 0 and 1, because they are normalised already.
     probe_reads: whether the linear probe reads every value of the trunk's last map, or the pooled map.
+    late_pruning: in training, the last blocks encode the second view with a random part of their weights, which each
+        step draws; None for all weights. See `trainer.models.late_pruning`.
     frozen_stages: the stem and this number of stages (of a transformer of timm: blocks) are kept as they begin, with
         the running statistics of their batch norm; 0 for the stem alone, None to train all.
     weights: the weights with which the trunk begins; None draws them. A file of torch or safetensors, an export, a
@@ -94,12 +97,27 @@ class BaseEncoderConfig(KindConfig):
     mean: tuple[InputMean, ...] | None = None
     std: tuple[InputStd, ...] | None = None
     probe_reads: Literal["map", "pooled"] = "map"
+    late_pruning: LatePruningConfig | None = None
     frozen_stages: CountOrZero | None = None
     weights: Line | None = None
     weights_normalization: Literal["own", "config"] = "own"
     weights_prefix: Line | None = None
     weights_except: tuple[Line, ...] = ()
     weights_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+
+    def check(self, run: Any) -> None:
+        if self.late_pruning is None:
+            return
+        if run.views.num_further or not run.objective.trains_second_view:
+            raise ValueError(
+                "encoder.late_pruning prunes the second of two views, so it needs views without further ones and an "
+                "objective that trains the second view; choose others, or set encoder.late_pruning=null"
+            )
+        if self.batch_norm != "synchronized":
+            raise ValueError(
+                f"encoder.late_pruning needs both views in one pass, but with batch_norm={self.batch_norm} they pass "
+                "one after the other; set batch_norm=synchronized"
+            )
 
     @model_validator(mode="after")
     def _one_mean_and_std_a_channel(self) -> Self:
@@ -280,6 +298,7 @@ class TimmConfig(BaseEncoderConfig):
         return options
 
     def check(self, run: Any) -> None:
+        super().check(run)
         if isinstance(run.memory.encoder_checkpointing, int):
             raise ValueError("a timm encoder counts as one block; set memory.encoder_checkpointing to whole or none")
 
@@ -340,7 +359,9 @@ class Encoder(nn.Module):
         """
         if num_groups != 1 and (num_groups < 1 or len(views_BCHW) % num_groups):
             raise ValueError(f"{len(views_BCHW)} rows cannot be cut into {num_groups} equal groups")
-        together = (is_distributed() or views_BCHW.device.type != "cpu") and not depends_on_row_order(self)
+        is_pruned = self.config is not None and self.config.late_pruning is not None  # by the rows of the whole pass
+        on_one_cpu = not is_distributed() and views_BCHW.device.type == "cpu"
+        together = is_pruned or not (on_one_cpu or depends_on_row_order(self))
         if num_groups == 1 or together:
             with grouped_statistics(num_groups), counted_together():
                 return self._embed(views_BCHW)
@@ -439,6 +460,8 @@ def build_encoder(config: EncoderConfig, *, normalization: Normalization | None 
         trunk.split_batch_norm(config.batch_norm_splits)
     elif config.batch_norm == "synchronized":
         trunk.synchronize_batch_norm()
+    if config.late_pruning is not None:
+        prune_late(trunk, config.late_pruning)
     if config.frozen_stages is not None:
         trunk.freeze(config.frozen_stages)
     head_norm: Literal["synchronized", "local"] = "local" if config.batch_norm == "local" else "synchronized"
