@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.audio.wav import LEVELS, chunks
+from data_pipeline.audio.wav import LEVELS
 
 if TYPE_CHECKING:
     import soundfile
@@ -79,27 +79,35 @@ def read_sound(data: bytes, *, sample_rate: int | None = None) -> tuple[NDArray[
 
     Returns its points (T,), and the facts of the file, whose remarks also say what was changed.
 
-    Points between two levels of 16 bits are rounded, and points beyond full scale are clipped, once, at the end. If the
-    ratio of two rates is no fraction of small numbers, the nearest takes its place, which is within 1e-4 of it.
+    Points between two levels of 16 bits are rounded, and points beyond full scale are clipped, once, at the end.
 
     Raises `ValueError` with the reason if the file is no sound, is cut off, is empty, or holds what is no number.
     """
-    from scipy import signal  # here, because it takes a third of a second, and training does not need it
-
     facts, points_X = _decoded(io.BytesIO(data))
     remarks = list(facts.remarks)
     if sample_rate is not None and sample_rate != facts.sample_rate:
-        ratio = Fraction(sample_rate, facts.sample_rate).limit_denominator(_LARGEST_DENOMINATOR)
-        points_X = signal.resample_poly(points_X, *ratio.as_integer_ratio(), window=_low_pass(ratio))
+        points_X = resample(points_X, from_rate=facts.sample_rate, to_rate=sample_rate)
         remarks.append(f"has {facts.sample_rate} points a second and is resampled to {sample_rate}")
         if np.abs(points_X).max() > 1 and _CLIPPED not in remarks:
             remarks.append(_CLIPPED)
     return _in_16_bits(points_X), replace(facts, remarks=tuple(remarks))
 
 
+def resample(points_X: NDArray[np.float64], *, from_rate: int, to_rate: int) -> NDArray[np.float64]:
+    """Return a sound (X,) at another rate, in points a second, by the filter that resampy calls `kaiser_best`.
+
+    If the ratio of the rates is no fraction of small numbers, the nearest takes its place, which is within 1e-4 of it.
+    """
+    from scipy import signal  # here, because it takes a third of a second, and training does not need it
+
+    ratio = Fraction(to_rate, from_rate).limit_denominator(_LARGEST_DENOMINATOR)
+    resampled: NDArray[np.float64] = signal.resample_poly(points_X, *ratio.as_integer_ratio(), window=_low_pass(ratio))
+    return resampled
+
+
 @cache
 def _low_pass(ratio: Fraction) -> NDArray[np.float64]:
-    """Return the filter of a change of rate: a sinc of 64 zero crossings, as resampy's `kaiser_best` has."""
+    """Return the filter of a change of rate: a sinc of 64 zero crossings."""
     from scipy import signal
 
     most = max(ratio.as_integer_ratio())
@@ -138,16 +146,17 @@ def _opened(file: IO[bytes]) -> Iterator[tuple[soundfile.SoundFile, SoundFacts]]
     """Open a file of a sound, with the facts of its header. Raises `ValueError` if it cannot be opened or read."""
     import soundfile  # here, because it takes a third of a second, and training does not need it
 
-    whole, is_mended = _with_true_length(file)
+    has_wrong_length = _has_wrong_length(file)
+    file.seek(0)
     try:
-        sound = soundfile.SoundFile(whole)
+        sound = soundfile.SoundFile(file)
     except soundfile.LibsndfileError as error:
         raise ValueError(f"it is no sound of a known format ({error.error_string})") from None
     with sound:
         if sound.frames <= 0 or sound.samplerate <= 0:
             raise ValueError("it holds no sound")
         remarks = []
-        if is_mended:
+        if has_wrong_length:
             remarks.append("has a header with a wrong length, so all that is there is read")
         if sound.channels > 1:
             remarks.append(f"has {sound.channels} channels, which are mixed down")
@@ -168,34 +177,30 @@ def _check_length(num_read: int, facts: SoundFacts) -> None:
         raise CutOffError(f"it is cut off: {num_read} of {facts.num_points} points are there")
 
 
-def _with_true_length(file: IO[bytes]) -> tuple[IO[bytes], bool]:
-    """Return the file, or a copy with another header if the header of a WAV gives a wrong length, and which it is.
+def _has_wrong_length(file: IO[bytes]) -> bool:
+    """Return whether the header of a WAV promises more than is there; libsndfile reads what is there.
 
     A file is cut off if both lengths in its header, of the file and of the sound, are more than there is. Otherwise a
-    program could not seek back to write them. Raises `ValueError` if a file is cut off.
+    program could not seek back to write them. Raises `CutOffError` if a file is cut off.
     """
     num_bytes = file.seek(0, os.SEEK_END)
     file.seek(0)
-    form, outer = struct.unpack("<4sI", file.read(8).ljust(8, b"\0"))
-    is_mended = False
+    form, outer, kind = struct.unpack("<4sI4s", file.read(12).ljust(12, b"\0"))
     if form == b"FORM" and num_bytes < 8 + int.from_bytes(struct.pack("<I", outer), "big") < _UNKNOWN_SIZE:
         raise CutOffError(f"it is cut off: only {num_bytes} bytes are there")
     if form == b"OggS" and not _ends_ogg(file, num_bytes):
         raise CutOffError("it is cut off: its last page is missing")
-    points = next(((start, size) for name, start, size in chunks(file) if name == b"data"), None)
-    if points is not None:
-        start, declared = points
-        there = num_bytes - start
-        if there < declared < _UNKNOWN_SIZE and outer + 8 > num_bytes:
-            raise CutOffError(f"it is cut off: {there} of {declared} bytes of sound are there")
-        if there < declared or (declared == 0 and there):
-            file.seek(0)
-            data = bytearray(file.read())
-            struct.pack_into("<I", data, 4, num_bytes - 8)
-            struct.pack_into("<I", data, start - 4, there)
-            file, is_mended = io.BytesIO(data), True
-    file.seek(0)
-    return file, is_mended
+    start = 20  # of what a chunk of a WAV holds
+    while form == b"RIFF" and kind == b"WAVE" and len(header := file.read(8)) == 8:
+        name, declared = struct.unpack("<4sI", header)
+        if name == b"data":
+            there = num_bytes - start
+            if there < declared < _UNKNOWN_SIZE and outer + 8 > num_bytes:
+                raise CutOffError(f"it is cut off: {there} of {declared} bytes of sound are there")
+            return bool(there < declared)
+        start += declared + declared % 2 + 8
+        file.seek(start - 8)
+    return False
 
 
 def _ends_ogg(file: IO[bytes], num_bytes: int) -> bool:

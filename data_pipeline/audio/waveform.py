@@ -1,16 +1,14 @@
-"""Change the rate of a sound, and crop or pad waveforms to one length for a batch.
+"""Crop or pad waveforms to one length for a batch.
 
-Shapes: B batch, T points of every waveform of a batch, X points of one sound or of all clips end to end.
+Shapes: B batch, T points of every waveform of a batch, X points of all clips end to end.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from data_pipeline.audio.wav import LEVELS
@@ -22,29 +20,6 @@ CROP_PURPOSE: Final = 100  # `purpose` in `data_pipeline.core.counter_rng`
 def to_float(waveforms: Tensor) -> Tensor:
     """Convert int16 points of any shape to float32 in [-1, 1) by a division by 32,768, which is exact."""
     return waveforms.to(torch.float32) / LEVELS
-
-
-def resample(sound: Tensor, *, from_rate: int, to_rate: int) -> Tensor:
-    """Return a float sound (..., X) at another rate, in points a second, with as many points as librosa 0.9 returns.
-
-    The filter is a windowed sinc with the Kaiser window that resampy calls `kaiser_best`, the published choice. With
-    Y = X * (to_rate / from_rate) in floating point, it makes floor(Y) points; a zero follows unless Y is whole. The
-    rounding of Y matters: 30 s at 44,100 points a second become 1,440,001 points at 48,000, and the last is a zero.
-    """
-    from torchaudio import functional as audio  # here, because no run on pictures needs it
-
-    num_points = sound.shape[-1] * (to_rate / from_rate)
-    num_made = math.floor(num_points)
-    resampled: Tensor = audio.resample(
-        sound,
-        from_rate,
-        to_rate,
-        lowpass_filter_width=64,
-        rolloff=0.9475937167399596,
-        resampling_method="sinc_interp_kaiser",
-        beta=14.769656459379492,
-    )
-    return F.pad(resampled[..., :num_made], (0, math.ceil(num_points) - num_made))
 
 
 def crop_last(keys: DrawKeys) -> Tensor:

@@ -5,17 +5,19 @@ Each class is one long sound, in the order babble, traffic, machinery (Tamkin et
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.random import Generator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data_pipeline.audio.sound_file import read_sound
-from data_pipeline.audio.waveform import resample, to_float
+from data_pipeline.audio.sound_file import read_sound, resample
+from data_pipeline.audio.wav import LEVELS
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import OVERLAY_OPTION
 from data_pipeline.core.randomness import generator
@@ -34,6 +36,9 @@ Sound = NDArray[np.float64]  # (X,): the points of one long sound
 def read_sounds(root: Path, *, sample_rate: int, num_points: int) -> list[Tensor]:
     """Read the three recordings in `root`, each a float32 sound (X,) in [-1, 1] at `sample_rate` points a second.
 
+    A sound has as many points as librosa 0.9 returns. With Y = X * (sample_rate / rate of the file) in floating point,
+    these are floor(Y), and a zero follows unless Y is whole: 30 s at 44,100 points a second become 1,440,001 at 48,000.
+
     Raises `UserError` with the file's name if a file is missing, is no sound, or has fewer than `num_points`
     points, which are heard behind one sample. Also if its first or last `num_points` points, which are the
     parts that are heard as published, have less than a thousandth of its largest magnitude.
@@ -47,7 +52,9 @@ def read_sounds(root: Path, *, sample_rate: int, num_points: int) -> list[Tensor
     files, sounds = Directory(root), []
     for name in names:
         points_X, facts = files.decoded(name, read_sound)
-        sound = resample(to_float(torch.from_numpy(points_X)), from_rate=facts.sample_rate, to_rate=sample_rate)
+        num = len(points_X) * (sample_rate / facts.sample_rate)
+        resampled_X = resample(points_X / LEVELS, from_rate=facts.sample_rate, to_rate=sample_rate)[: math.floor(num)]
+        sound = F.pad(torch.from_numpy(resampled_X).float(), (0, math.ceil(num) - math.floor(num)))
         if len(sound) < num_points:
             raise UserError(
                 f"{root / name} gives {len(sound)} points at {sample_rate} a second, but {num_points} are needed; "

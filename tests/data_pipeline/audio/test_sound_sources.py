@@ -163,6 +163,19 @@ def test_the_published_backgrounds(sample_rate: int, lengths: list[int]) -> None
         assert 0.01 < sound.abs().max() < 1.1
 
 
+def test_a_resampled_background_has_the_points_of_the_published_one(tmp_path: Path) -> None:
+    """Thirty seconds, the length of the traffic, get a point too many, because 48,000 / 44,100 is rounded up."""
+    lengths = {"cafe.wav": (1_323_000, 1_440_001), "traffic.wav": (44_107, 48_008), "machinery.wav": (441, 481)}
+    for name, (num, _) in lengths.items():
+        points = np.full(num, 9_999, dtype=np.int16)
+        (tmp_path / name).write_bytes(encode_wav(points, sample_rate=44_100))
+    sounds = read_sounds(tmp_path, sample_rate=48_000, num_points=400)
+    for sound, (_, num) in zip(sounds, lengths.values(), strict=True):
+        assert len(sound) == num
+        assert (sound[: num - 1] > 0.1).all()
+        assert sound[-1] == 0
+
+
 def test_wrong_backgrounds_are_named(tmp_path: Path) -> None:
     for name in FILE_NAMES[:2]:
         write_points(tmp_path / name, num=4_800)

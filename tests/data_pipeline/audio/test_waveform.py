@@ -1,4 +1,4 @@
-"""WAV bytes against libsndfile, one length for a batch against lists, resampling against sines."""
+"""WAV bytes against libsndfile, one length for a batch against lists."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from data_pipeline.audio.waveform import (
     crop_last,
     fit_length,
     gather_clips,
-    resample,
     to_float,
 )
 from data_pipeline.core.counter_rng import DrawKeys
@@ -50,11 +49,11 @@ def test_what_is_encoded_is_read_back_by_us_and_by_libsndfile(
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"", "not a WAV"),
+        (b"", "no WAV"),
         (wav(np.zeros(20, dtype=np.int16))[:-2], "cut off"),
-        (wav(np.zeros((20, 2), dtype=np.int16)), "2 channels"),
-        (wav(np.zeros(20, dtype=np.int16), subtype="PCM_24"), "24 bits"),
-        (wav(np.zeros(0, dtype=np.int16)), "0 bytes"),
+        (wav(np.zeros((20, 2), dtype=np.int16)), r"points \(20, 2\)"),
+        (wav(np.zeros(20, dtype=np.int16), subtype="PCM_24"), "int32"),
+        (wav(np.zeros(0, dtype=np.int16)), r"points \(0,\)"),
     ],
 )
 def test_what_is_no_whole_mono_wav_is_refused(data: bytes, reason: str) -> None:
@@ -120,30 +119,3 @@ def test_the_crop_is_a_fair_coin_of_the_key() -> None:
     assert abs((first == second).float().mean().item() - 0.5) < 4 * 0.5 / math.sqrt(len(index_B))
     alone = crop_last(DrawKeys(seed=3, epoch=1, index_B=index_B[[7, 1_234]], view=0))
     assert torch.equal(alone, first[[7, 1_234]])
-
-
-@pytest.mark.parametrize(
-    ("num_points", "num_resampled", "num_made"),
-    [(1_323_000, 1_440_001, 1_440_000), (44_107, 48_008, 48_007), (441, 481, 480), (44_101, 48_002, 48_001)],
-)
-def test_a_resampled_sound_has_the_points_of_the_published_one(
-    num_points: int, num_resampled: int, num_made: int
-) -> None:
-    """Thirty seconds, the length of the traffic, get a point too many, because 48,000 / 44,100 is rounded up."""
-    resampled = resample(torch.ones(num_points), from_rate=44_100, to_rate=48_000)
-    assert len(resampled) == num_resampled
-    assert (resampled[:num_made] > 0.4).all()
-    assert not resampled[num_made:].any()
-
-
-@pytest.mark.parametrize(("from_rate", "to_rate"), [(44_100, 48_000), (44_100, 8_000)])
-def test_a_resampled_sine_is_that_sine_and_what_no_longer_fits_is_gone(from_rate: int, to_rate: int) -> None:
-    time = torch.arange(from_rate + 7, dtype=torch.float64) / from_rate
-    resampled = resample(torch.sin(2 * math.pi * 997 * time), from_rate=from_rate, to_rate=to_rate)
-    assert len(resampled) == math.ceil((from_rate + 7) * to_rate / from_rate)
-    expected = torch.sin(2 * math.pi * 997 * torch.arange(len(resampled), dtype=torch.float64) / to_rate)
-    inner = slice(to_rate // 10, -(to_rate // 10))
-    torch.testing.assert_close(resampled[inner], expected[inner], rtol=0, atol=1e-3)
-    if to_rate < from_rate:
-        too_high = resample(torch.sin(2 * math.pi * 0.55 * to_rate * time), from_rate=from_rate, to_rate=to_rate)
-        assert too_high[inner].abs().max() < 1e-3
