@@ -86,7 +86,7 @@ def _settings(name: str) -> dict[str, Any]:
         base = str(path.parent / base)
     elif base not in recipes():
         raise UserError(f"{path}: {BASE} is {base}, which is not a recipe of this project{nearest(base, recipes())}")
-    return merge(_settings(base), values, where=str(path))
+    return merge(_settings(base), values)
 
 
 def _name_of_data(data: DataConfig) -> str:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.core.arguments import AppendSetting, number, positive
+from data_pipeline.core.arguments import number, positive
 from data_pipeline.core.errors import run_command
 from data_pipeline.core.imports import add_code_argument, import_code, without_garbage_collection
 from data_pipeline.core.overrides import SET_HELP
@@ -52,7 +52,7 @@ def run_parser(description: str | None, instead_of_config: str, **options: Any) 
     what.add_argument("--config", metavar="RECIPE", help=CONFIG_HELP)
     what.add_argument(instead_of_config, **options)
     add = parser.add_argument
-    add("--set", action=AppendSetting, default=[], metavar="a.b=c", help=SET_HELP)
+    add("--set", action="append", default=[], metavar="a.b=c", help=SET_HELP)
     add_code_argument(parser)
     add(
         "--run-dir",

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_pipeline.core.arguments import AppendSetting, program
+from data_pipeline.core.arguments import program
 from data_pipeline.core.errors import UserError, nearest, run_command
 from data_pipeline.core.imports import add_code_argument, import_code
 from data_pipeline.core.overrides import SET_HELP
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--step", type=int, help="The checkpoint to analyse; 0 is the untrained encoder (default: the newest).")
     add("--seed", type=int, help="The seed of all random draws (default: the seed of the run).")
     add("--device", help="The device: cpu, cuda, cuda:1, ... (default: cuda if there is a GPU).")
-    add("--set", action=AppendSetting, default=[], metavar="NAME=VALUE", help=SET_HELP)
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help=SET_HELP)
     add_code_argument(parser)
     return parser
 

@@ -16,7 +16,7 @@ import os
 import sys
 from pathlib import Path
 
-from data_pipeline.core.arguments import AppendSetting, program, whole
+from data_pipeline.core.arguments import program, whole
 from data_pipeline.core.errors import run_command
 from data_pipeline.core.imports import add_code_argument, import_code
 from trainer.run_dir import RunDir, open_run, runs_of, say_what_is_left_out
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         help="Leave out the runs that have all results asked for, and only count them.",
     )
     add("--untrained", action="store_true", help="Also probe the untrained encoder, for comparison.")
-    add("--set", action=AppendSetting, default=[], metavar="NAME=VALUE", help=_SET_HELP)
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help=_SET_HELP)
     add_code_argument(parser)
     return parser
 

@@ -20,7 +20,6 @@ from data_pipeline.core.options import (
     NoOptions,
     Options,
     OptionValue,
-    parse_options,
 )
 from data_pipeline.core.sample import NO_LABEL, OVERLAY
 from data_pipeline.core.schema import Schema
@@ -201,7 +200,7 @@ def _open_sounds(name: str, given: SourceInputs, overlay: str | None, options: O
     sample_rate, num_points = opened.sample_rate, opened.num_points
     if overlay is None:
         return Ingredients(opened, None, opened.description)
-    read = parse_options(NoiseOptions, options, owner="the overlay noise", flag=OVERLAY_OPTION)
+    read = NoiseOptions.parse(dict(options), where=f"{OVERLAY_OPTION} of the overlay noise")
     origin, root = "background sounds", read.noise_root or given.root
     if root is not None:
         sounds = background.read_sounds(root, sample_rate=sample_rate, num_points=num_points)

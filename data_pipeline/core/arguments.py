@@ -1,4 +1,4 @@
-"""Types and an action for the arguments of `argparse`, and the name of a program in its help."""
+"""Types for the arguments of `argparse`, and the name of a program in its help."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-from data_pipeline.core.errors import UserError
 
 SCRIPT_PREFIX = "overlay-"  # of the scripts that setup.py installs
 _MAX_NUMBER = 10**7
@@ -19,17 +16,6 @@ def program(module: str) -> str:
     """Return the name of this program for its help: that of an installed script, or `python -m` with its module."""
     name = Path(sys.argv[0]).name
     return name if name.startswith(SCRIPT_PREFIX) else f"python -m {module}"
-
-
-class AppendSetting(argparse.Action):
-    """Append NAME=VALUE, or a pair of both, to a list. Raises `UserError` if the name was given before."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
-        given = getattr(namespace, self.dest)
-        names = [(each if isinstance(each, str) else each[0]).partition("=")[0].strip() for each in (*given, values)]
-        if names[-1] in names[:-1]:
-            raise UserError(f"{option_string} {names[-1]} is given twice; give it once")
-        setattr(namespace, self.dest, [*given, values])
 
 
 def positive(text: str) -> int:

@@ -39,7 +39,7 @@ def nearest(word: str, valid: Iterable[str]) -> str:
     """
     words = sorted(valid)
     near = difflib.get_close_matches(word, words, n=1)
-    return f'; did you mean "{near[0]}"?' if near else f"; valid are: {', '.join(words)}"
+    return f'; did you mean "{near[0]}"?' if near else f"; valid are: {', '.join(words) or 'none'}"
 
 
 def without_secrets(text: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -32,15 +32,15 @@ class Setting:
     value: Any
 
 
-def parse_setting(text: str, *, flag: str = "--set") -> Setting:
-    """Return the setting of "a.b=c". Raises `UserError` without "=" or if the value is not YAML; it names `flag`."""
+def parse_setting(text: str) -> Setting:
+    """Return the setting of "a.b=c". Raises `UserError` without "=" or if the value is not YAML."""
     name, separator, value = text.partition("=")
     if not separator:
-        raise UserError(f'{flag} {text} has no "="; write {flag} NAME=VALUE')
+        raise UserError(f'--set {text} has no "="; write --set NAME=VALUE')
     try:
         return Setting(f"--set {text}", tuple(part.strip() for part in name.split(".")), parse_yaml(value))
     except ValueError as error:
-        raise UserError(f'{flag} {text}: the value is not YAML ({error}); write e.g. {flag} {name}="[1, 2]"') from None
+        raise UserError(f'--set {text}: the value is not YAML ({error}); write e.g. --set {name}="[1, 2]"') from None
 
 
 def set_paths(overrides: Sequence[str]) -> set[Path]:
@@ -59,23 +59,19 @@ def set_paths(overrides: Sequence[str]) -> set[Path]:
     return paths
 
 
-def merge(values: Mapping[str, Any], changes: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `values` of a config with nested `changes`, which hold only what differs.
 
     Unlike in an override, a mapping changes only what it names. A new `kind` starts its section from the defaults of
-    that kind. Raises the errors of `apply_settings`, with `where`.
+    that kind.
     """
-    return apply_settings(values, list(_differences(values, changes, where)))
-
-
-def _differences(values: Any, changes: Mapping[str, Any], where: str, above: Path = ()) -> Iterator[Setting]:
-    """Yield a setting for each of the `changes` that is not itself a change inside a section of `values`."""
-    for name, value in changes.items():
-        path, inner = (*above, name), values.get(name)
-        if isinstance(value, dict) and value and isinstance(inner, dict):
-            yield from _differences(inner, value, where, path)
-        else:
-            yield Setting(f"{'.'.join(path)} in {where}", path, value)
+    merged = dict(values) if changes.get(KIND, values.get(KIND)) == values.get(KIND) else {}
+    for name, change in changes.items():
+        inner = merged.get(name)
+        if isinstance(inner, dict) and isinstance(change, dict) and change:
+            change = merge(inner, change)
+        merged[name] = change
+    return merged
 
 
 def apply_settings(values: Mapping[str, Any], given: Sequence[Setting]) -> dict[str, Any]:

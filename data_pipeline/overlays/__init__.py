@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.options import OVERLAY_OPTION, NoOptions, Options, OptionValue, parse_options
+from data_pipeline.core.options import OVERLAY_OPTION, NoOptions, Options, OptionValue
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, OVERLAY, Layout
 from data_pipeline.core.schema import Schema
 from data_pipeline.storage.manifest import LabelEntry
@@ -108,7 +108,7 @@ class OverlayInputs:
 
     def read(self, schema: type[T]) -> T:
         """Return the options of the user. Raises `UserError` if one is unknown or wrong."""
-        return parse_options(schema, self.options, owner=f"the overlay {self.name}", flag=OVERLAY_OPTION)
+        return schema.parse(dict(self.options), where=f"{OVERLAY_OPTION} of the overlay {self.name}")
 
     @property
     def pictures(self) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.options import SOURCE_OPTION, Options, parse_options
+from data_pipeline.core.options import SOURCE_OPTION, Options
 from data_pipeline.core.sample import Record
 from data_pipeline.core.schema import Schema
 
@@ -96,7 +96,7 @@ class SourceInputs:
 
     def read(self, schema: type[T]) -> T:
         """Return the options of the user. Raises `UserError` if one is unknown or wrong."""
-        return parse_options(schema, self.options, owner=f"the source of {self.base}", flag=SOURCE_OPTION)
+        return schema.parse(dict(self.options), where=f"{SOURCE_OPTION} of the source of {self.base}")
 
     def required_root(self) -> Path:
         """Return `root`. Raises `UserError` if the user named none."""

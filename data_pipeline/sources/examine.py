@@ -43,7 +43,6 @@ _OTHERS: Final = {
 }
 # The last bytes of a whole file. In the data of a JPEG no such bytes can stand.
 _END_MARKS: Final = {"JPEG": b"\xff\xd9", "JPEG2000": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
-_TIFF_DATA: Final = ((273, 279), (324, 325))  # the tags of where strips or tiles lie, and of their sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +115,7 @@ def _picture(file: IO[bytes], *, full: bool) -> Examined:
                 kind, size = "JPEG" if picture.format in JPEG_FORMATS else picture.format or "", picture.size
                 examined = Examined("picture", kind, picture.mode, size)
                 start = file.tell()
-                is_whole = _is_whole(kind, picture, file)
+                is_whole = _is_whole(kind, file)
                 file.seek(start)
                 is_deep = picture.mode[0] in "IF" and kind not in SCALED_BY_PILLOW
                 if full or not is_whole or (is_deep and picture.mode in "IF"):  # whose values alone tell their range
@@ -140,25 +139,17 @@ def _decoded(picture: ImageFile.ImageFile, *, is_deep: bool) -> NDArray[Any]:
     return np.asarray(decode_rgb(picture))
 
 
-def _is_whole(kind: str, picture: ImageFile.ImageFile, file: IO[bytes]) -> bool:
-    """Return whether the file ends as a whole one does; False if its format has no end by which that can be told."""
+def _is_whole(kind: str, file: IO[bytes]) -> bool:
+    """Return whether the file ends as a whole one does; False if its format has no mark at its end."""
+    if kind not in _END_MARKS:
+        return False
     start = file.tell()  # behind the header, which may hold a thumbnail with an end mark of its own
     num_bytes = file.seek(0, os.SEEK_END)
-    if kind in _END_MARKS:
-        file.seek(max(start, num_bytes - _TAIL))
-        if _END_MARKS[kind] in file.read():
-            return True
-        file.seek(start)
-        return _END_MARKS[kind] in file.read()
-    if kind == "TIFF":
-        tags = getattr(picture, "tag_v2", {})
-        pairs = [(tags[at], tags[size]) for at, size in _TIFF_DATA if at in tags and size in tags]
-        ends = [at + size for offsets, sizes in pairs for at, size in zip(offsets, sizes, strict=False)]
-        return max(ends, default=num_bytes + 1) <= num_bytes
-    if kind == "WEBP":
-        file.seek(4)
-        return int.from_bytes(file.read(4), "little") + 8 <= num_bytes
-    return False
+    file.seek(max(start, num_bytes - _TAIL))
+    if _END_MARKS[kind] in file.read():
+        return True
+    file.seek(start)
+    return _END_MARKS[kind] in file.read()
 
 
 def _sound(file: IO[bytes], *, full: bool) -> Examined:

@@ -8,7 +8,6 @@
 - Brings grey values of 16 bits to 8 bits, rounded, from the range that their file has, or from a `ValueRange`. 32-bit
   numbers and floats need a `ValueRange`. Colours of 16 bits lose their lower 8, as in Pillow.
 - Reads the first picture of a file with several, such as an animation. Ignores colour profiles.
-- A JPEG that lacks only its end mark is whole. A progressive one is refused, because it may lack more.
 - A `.npy` holds one picture, (H, W), (H, W, C) or (C, H, W), and keeps its channels. If two axes beside each other are
   equal, they are H and W; otherwise the shorter one of the first and the last axis is C.
 """
@@ -25,7 +24,6 @@ from importlib import import_module
 from typing import IO, Any, Final
 
 import numpy as np
-import simplejpeg
 from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 from PIL import Image, ImageFile, ImageOps, TiffImagePlugin, UnidentifiedImageError
@@ -52,7 +50,6 @@ SCALED_BY_PILLOW: Final = frozenset({"PPM", "JPEG2000"})  # to 16 bits, because 
 _GREY_STEPS: Final = {"L;2": 85, "L;4": 17}  # the step of 8 bits between two levels of grey
 # Pillow warns of damaged EXIF, for example, which many pictures of large datasets have.
 _WITHOUT_WARNINGS: Final = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
-_END_MARK: Final = b"\xff\xd9"  # of a JPEG
 _HEIF_BRANDS: Final = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})
 _LONGEST_START: Final = 12  # bytes by which formats are known here
 _MAX_NPY_HEADER: Final = 10_000
@@ -122,13 +119,7 @@ def _loaded(picture: ImageFile.ImageFile, value_range: ValueRange | None) -> Ima
     step = _GREY_STEPS.get(layout, 1) if picture.format == "PNG" else 1
     if isinstance(colour, int) and colour * step <= 255:
         picture.info["transparency"] = colour * step
-    try:
-        picture.load()
-    except OSError:
-        if (file := _with_end_mark(picture)) is None:
-            raise
-        picture = Image.open(io.BytesIO(file), formats=("JPEG",))
-        picture.load()
+    picture.load()
     return picture
 
 
@@ -136,22 +127,6 @@ def _layout(picture: ImageFile.ImageFile) -> str:
     """Return Pillow's name of how the pixels lie in the file, such as "RGB;16B"; "" if it has none."""
     layout = picture.tile[0][3] if picture.tile else ""
     return str(layout[0] if isinstance(layout, tuple) else layout)
-
-
-def _with_end_mark(picture: ImageFile.ImageFile) -> bytes | None:
-    """Return the file of a JPEG with an end mark behind it, if that is all that it lacks.
-
-    libjpeg fills what is missing with grey and warns, which Pillow does not hear, but simplejpeg takes for an error.
-    """
-    if picture.format not in JPEG_FORMATS or "progressive" in picture.info or picture.fp is None:
-        return None
-    picture.fp.seek(0)
-    file: bytes = picture.fp.read() + _END_MARK
-    try:
-        simplejpeg.decode_jpeg(file, colorspace={"L": "GRAY", "CMYK": "CMYK"}.get(picture.mode, "RGB"))
-    except ValueError:
-        return None
-    return file
 
 
 def _to_rgb(picture: Image.Image, grey_range: ValueRange | None) -> Image.Image:

@@ -71,14 +71,12 @@ def test_a_section_that_is_null_can_be_made_and_set_at_once() -> None:
     )
 
 
-def test_of_two_values_for_one_name_the_last_counts_and_a_command_line_has_only_one() -> None:
+def test_of_two_values_for_one_name_the_last_counts_also_on_a_command_line() -> None:
     kinds = ["objective.kind=split", "objective.kind=moco", "objective.temperature=0.2"]
     objective = resolve_recipe("debug:image", kinds).objective
     assert objective == MoCoConfig(temperature=0.2)
     words = ["--config", "debug:image", *(word for kind in kinds for word in ("--set", kind))]
-    with pytest.raises(UserError, match=r"--set objective\.kind is given twice"):
-        run_parser(None, "--list").parse_args(words)
-    assert run_parser(None, "--list").parse_args([*words[:2], *words[4:]]).set == kinds[1:]
+    assert run_parser(None, "--list").parse_args(words).set == kinds
 
 
 @pytest.mark.parametrize(

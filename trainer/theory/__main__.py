@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_pipeline.core.arguments import AppendSetting, program
+from data_pipeline.core.arguments import program
 from data_pipeline.core.errors import UserError, nearest, run_command
 from data_pipeline.core.overrides import SET_HELP
 
@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("name", metavar="NAME", help="The experiment to run: one of the list below.")
-    add("--set", action=AppendSetting, default=[], metavar="A.B=C", help=SET_HELP)
+    add("--set", action="append", default=[], metavar="A.B=C", help=SET_HELP)
     add("--out", type=Path, metavar="DIR", help="The directory to write (default: runs/theory/NAME).")
     add("--device", metavar="D", help="The device: cpu or cuda (default: cuda if there is a GPU).")
     add("--explain", action="store_true", help="Print the settings, and stop.")

@@ -258,29 +258,14 @@ def test_a_truncated_picture_is_refused(kind: str, share: float) -> None:
         decode_square(file[: int(share * len(file))], size=32)
 
 
-@pytest.mark.parametrize("turn", [1, 6])
-@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-@pytest.mark.parametrize("options", [{}, {"restart_marker_rows": 1}, {"quality": 100, "subsampling": 0}])
-def test_a_jpeg_without_its_end_mark_is_whole(turn: int, mode: str, options: dict[str, Any]) -> None:
-    """Files that lack one pixel more are refused."""
-    file = bytes(encode(photo(60, 90).convert(mode), exif=exif(turn), **options))
+@pytest.mark.parametrize("options", [{}, {"restart_marker_rows": 1}, {"progressive": True}])
+def test_a_jpeg_without_its_end_is_refused(options: dict[str, Any]) -> None:
+    file = bytes(encode(photo(60, 90), **options))
     assert file[-2:] == b"\xff\xd9"
-    expected = read_pixels(file)
-    for num_lost in (1, 2):
-        np.testing.assert_array_equal(read_pixels(file[:-num_lost]), expected)
-        without = memoryview(file[:-num_lost])
-        assert torch.equal(decode_square(without, size=31), decode_square(memoryview(file), size=31))
-    for num_lost in (3, 4, 5, 20, 200):
+    for num_lost in (1, 2, 3, 20, 200):
         for read in (read_pixels, lambda cut: decode_square(memoryview(cut), size=31)):
             with pytest.raises(ValueError, match=r"it does not decode .*truncated"):
                 read(file[:-num_lost])
-
-
-def test_a_progressive_jpeg_without_its_end_mark_is_refused_because_it_may_lack_more() -> None:
-    file = bytes(encode(photo(60, 90), progressive=True))
-    for cut in (file[:-2], file[: file.rindex(b"\xff\xda")]):
-        with pytest.raises(ValueError, match="truncated"):
-            decode_square(memoryview(cut), size=31)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"\xff\xd8", b"\xff\xd8\xff", b"hello", bytes(1000), b"<svg></svg>"])
