@@ -12,15 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field
+from sklearn.metrics import silhouette_score
 from torch import Tensor
 from torch.nn import functional as F
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import Count, Measured, Schema
 from trainer.analyses.analysis import CPU, Analysis, LoadedRun, RunResult
-from trainer.analyses.embedding import silhouette
 from trainer.observability.figures import GridRow, picture_grid
 from trainer.observability.view_grid import to_nhwc
 from trainer.probes.features import LabelSpace, Pictures, frozen
@@ -59,7 +62,7 @@ class FiltersResult(RunResult):
     """analysis/filters.json.
 
     colour_r2: the share of the pooled features' variance that a linear function of the picture's mean colour explains.
-    chroma_r2: the part of `colour_r2` that the mean brightness (`LUMA`) does not explain.
+    chroma_r2: the part of `colour_r2` that the mean brightness (`LUMA`) does not explain; None without three colours.
     shown: the channels of the figure, those that vary most first.
     """
 
@@ -82,8 +85,9 @@ def measure(loaded: LoadedRun, config: FiltersConfig) -> tuple[FiltersResult, by
     rows_N = loaded.choose_rows(test, config.num_pictures)
     sparsity, pooled = _measure(loaded, rows_N)
     colour_NC = (test.images(rows_N).double() / 255).mean((2, 3)).to(loaded.device)
-    brightness_N1 = colour_NC @ colour_NC.new_tensor(LUMA)[:, None]
-    colour_r2 = explained_share(colour_NC, pooled)
+    colour_r2, chroma_r2 = explained_share(colour_NC, pooled), None
+    if colour_NC.shape[1] == len(LUMA):
+        chroma_r2 = colour_r2 - explained_share(colour_NC @ colour_NC.new_tensor(LUMA)[:, None], pooled)
     unit = F.normalize(pooled, dim=1).cpu().numpy()
     shown = tuple(pooled.var(0).argsort(descending=True)[: config.num_shown].tolist())
     result = FiltersResult(
@@ -92,7 +96,7 @@ def measure(loaded: LoadedRun, config: FiltersConfig) -> tuple[FiltersResult, by
         num_channels=pooled.shape[1],
         sparsity=sparsity,
         colour_r2=colour_r2,
-        chroma_r2=colour_r2 - explained_share(brightness_N1, pooled),
+        chroma_r2=chroma_r2,
         silhouette={space: silhouette(unit, test.by_label[space][rows_N].numpy()) for space in test.class_labels},
         shown=shown,
         **loaded.facts,
@@ -117,6 +121,18 @@ def sparsity_of(map_BCHW: Tensor) -> dict[str, Tensor]:
         "hoyer": ((num**0.5 - share_B.sqrt()) / (num**0.5 - 1)).masked_fill(silent_B, 0.0),
         "fires": map_BCHW.amax((2, 3)) > 0,
     }
+
+
+def silhouette(x_NC: NDArray[np.float64], label_N: NDArray[np.int64]) -> float | None:
+    """Return the mean silhouette of Euclidean distances (Rousseeuw 1987), of the samples with a label.
+
+    None unless there are at least two classes and fewer classes than samples, and all of `x_NC` is finite.
+    """
+    x_NC, label_N = x_NC[label_N != NO_LABEL], label_N[label_N != NO_LABEL]
+    num_classes = len(np.unique(label_N))
+    if not 1 < num_classes < len(label_N) or not np.isfinite(x_NC).all():
+        return None
+    return float(silhouette_score(x_NC, label_N))
 
 
 def explained_share(x_NP: Tensor, y_NC: Tensor) -> float:

@@ -32,7 +32,6 @@ READ_BY = {
     },
     "encoder": {
         "feature_dropout": [],
-        "embedding": ["num_samples=16"],
         "alignment": ["num_samples=16", "num_views=2"],
         "monitors": ["num_samples=16", "num_views=2"],
         "filters": ["num_pictures=16", "num_shown=4"],
@@ -76,7 +75,7 @@ def test_a_module_that_diverged_is_probed_analysed_and_reported(
         with pytest.raises(UserError, match=r"not all finite in epoch 1; probe with --set views=none if the views"):
             call(monkeypatch, trainer.probe, run.path, "--set", "views=policy")
     else:
-        refused = {"embedding": "not all finite", "feature_dropout": r"heads\.safetensors does not exist"}
+        refused = {"feature_dropout": r"heads\.safetensors does not exist"}
         with pytest.raises(UserError, match=r"label_base cannot be probed|features are not all finite"):
             call(monkeypatch, trainer.probe, run.path)
     numbers = {}

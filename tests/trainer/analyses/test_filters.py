@@ -18,13 +18,27 @@ from data_pipeline.core.schema import drawn
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import write_run
 from trainer.analyses.analysis import LoadedRun
-from trainer.analyses.filters import ANALYSIS, FiltersConfig, FiltersResult, explained_share, sparsity_of
+from trainer.analyses.filters import ANALYSIS, FiltersConfig, FiltersResult, explained_share, silhouette, sparsity_of
 from trainer.config import RunConfig
 from trainer.modules import build_modules
 from trainer.observability.figures import GAP, LEFT, TOP
 from trainer.probes.features import read_pictures
 
 CONFIG = FiltersConfig(num_shown=10)
+
+
+def test_silhouette_is_rousseeuws() -> None:
+    draw = np.random.default_rng(0)
+    x_NC, label_N = draw.normal(size=(20, 3)), np.arange(20) % 3
+    scores = []
+    for row in range(20):
+        distance_N = np.linalg.norm(x_NC - x_NC[row], axis=1)
+        own = distance_N[(label_N == label_N[row]) & (np.arange(20) != row)].mean()
+        other = min(distance_N[label_N == label].mean() for label in range(3) if label != label_N[row])
+        scores.append((other - own) / max(own, other))
+    assert silhouette(x_NC, label_N) == pytest.approx(np.mean(scores))
+    assert silhouette(x_NC, np.zeros(20, dtype=np.int64)) is None
+    assert silhouette(x_NC, np.arange(20)) is None
 
 
 def test_sparsity_of_known_maps() -> None:

@@ -154,7 +154,7 @@ def test_a_number_gets_r2_beside_the_accuracy_of_classes(numbered: RunDir) -> No
 def test_every_reader_of_a_run_takes_a_number(numbered: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("probe/night/knn" in entry for entry in numbered.read_metrics())
     assert not any("probe/age/knn" in entry for entry in numbered.read_metrics())
-    for name in ("alignment", "embedding", "filters", "feature_dropout"):
+    for name in ("alignment", "filters", "feature_dropout"):
         analysis = load_analysis(name)
         analysis.analyze([LoadedRun(numbered)], config=analysis.settings())
         assert "age" not in json.loads((numbered.analysis / f"{name}.json").read_text()).get("silhouette", {})

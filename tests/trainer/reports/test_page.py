@@ -174,8 +174,8 @@ def test_views_and_analyses_of_another_test_set_are_left_out_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = RunDir(make_run(tmp_path / "run", trained={"base": [0.452]}))
-    (run_dir.analysis / "embedding.png").write_bytes((run_dir.analysis / "views.png").read_bytes())
-    write_json(run_dir.analysis / "embedding.json", {"silhouette": 0.25, "test_manifest_sha256": "b" * 64})
+    (run_dir.analysis / "filters.png").write_bytes((run_dir.analysis / "views.png").read_bytes())
+    write_json(run_dir.analysis / "filters.json", {"silhouette": 0.25, "test_manifest_sha256": "b" * 64})
     html = report(monkeypatch, tmp_path / "before.html", run_dir.path)
     assert html.count("<img") == 2
     png = base64.b64decode(re.findall(r'base64,([^"]*)"', html)[0])
@@ -184,7 +184,7 @@ def test_views_and_analyses_of_another_test_set_are_left_out_and_named(
         write_json(path, json.loads(path.read_text()) | {"test_manifest_sha256": "d" * 64})
     html = report(monkeypatch, tmp_path / "out.html", run_dir.path)
     assert "<img" not in html
-    for name in ("views", "embedding"):
+    for name in ("views", "filters"):
         assert f"{run_dir.analysis / name}.json is of another test set" in text_of(html)
 
 
