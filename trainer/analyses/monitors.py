@@ -123,13 +123,11 @@ def decay_exponent(eigenvalue_R: Tensor, *, first_rank: int, last_rank: int) -> 
     Fits a line to the logarithms of eigenvalues and ranks by least squares with the weight 1 / rank, as in the
     published code. Uses the ranks from `first_rank` to `last_rank` that exist; the published code takes 4 to 100.
     """
-    log_E = eigenvalue_R[first_rank - 1 : last_rank].log()
+    log_E = eigenvalue_R[first_rank - 1 : last_rank].log().cpu().numpy()
     if len(log_E) < 2:
         return None
-    rank_E = torch.arange(first_rank, first_rank + len(log_E), dtype=log_E.dtype, device=log_E.device)
-    weight_E = 1 / rank_E / (1 / rank_E).sum()
-    x_E = rank_E.log() - (weight_E * rank_E.log()).sum()
-    return -((weight_E * x_E * log_E).sum() / (weight_E * x_E.square()).sum()).item()
+    rank_E = np.arange(first_rank, first_rank + len(log_E))
+    return -float(np.polyfit(np.log(rank_E), log_E, 1, w=rank_E**-0.5)[0])  # it squares the weights
 
 
 def draw_figure(result: MonitorsResult) -> bytes:

@@ -32,10 +32,10 @@ from trainer.modules import TrainedModules
 from trainer.observability.tracking import uses_wandb
 from trainer.own_code import hashes_of_code
 from trainer.pretrained import load_modules, warn_of_other_data
-from trainer.probed_runs.readout import Readout, read_out, reader
+from trainer.probed_runs.readout import read_out, reader
 from trainer.probes.features import LabelSpace, Pictures, read_pictures, read_train
 from trainer.probes.groups import pairs_of
-from trainer.probes.heads import write_heads
+from trainer.probes.heads import Heads, write_heads
 from trainer.probes.linear import ProbeConfig, check_ranks
 from trainer.probes.result import ProbeResult, ScoredEncoder, read_result
 from trainer.probes.shared import check_shared
@@ -157,11 +157,11 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
         }
         modules = modules.to(device)
         encoder, policy = reader(modules.encoder, probe_config.reads), modules.view_policy
-        readout = read_out(encoder, policy, train, test, probe_config, device, step=modules.step, facts=facts)
-        write_results(place / step_name(modules.step), readout, suffix=suffix)
+        results, heads = read_out(encoder, policy, train, test, probe_config, device, step=modules.step, facts=facts)
+        write_results(place / step_name(modules.step), results, heads, suffix=suffix)
     if rank() == 0 and is_own and not suffix:
-        _summarize(run_dir, config, readout.results)
-    return readout.results
+        _summarize(run_dir, config, results)
+    return results
 
 
 def check_labels(data: DataConfig, manifests: Manifests, config: ProbeConfig) -> None:
@@ -298,14 +298,16 @@ def _has_results(run_dir: RunDir, config: RunConfig, options: ProbeOptions, mani
     return True
 
 
-def write_results(directory: Path, readout: Readout, *, suffix: str = "") -> None:
+def write_results(
+    directory: Path, results: Mapping[LabelSpace, ProbeResult], heads: Heads, *, suffix: str = ""
+) -> None:
     """Write heads and results on the first rank, and print them. Every rank calls this."""
 
     def write() -> None:
-        write_heads(directory / f"heads{suffix}.safetensors", readout.heads)
-        for space, result in readout.results.items():
+        write_heads(directory / f"heads{suffix}.safetensors", heads)
+        for space, result in results.items():
             write_json(directory / f"{space}{suffix}.json", result.model_dump(mode="json"))
-        print(table(readout.results))
+        print(table(results))
         print(directory)
 
     on_first_rank(write)

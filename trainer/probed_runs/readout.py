@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,14 +22,6 @@ from trainer.probes.result import ProbeResult, pack_right
 from trainer.probes.targets import label_targets, readable_labels
 
 
-@dataclass(frozen=True)
-class Readout:
-    """The results of one checkpoint by label, and the trained heads."""
-
-    results: Mapping[LabelSpace, ProbeResult]
-    heads: Heads
-
-
 def read_out(
     encoder: FeatureEncoder,
     view_policy: ViewFunction,
@@ -41,11 +32,11 @@ def read_out(
     *,
     step: int,
     facts: Mapping[str, Any],
-) -> Readout:
+) -> tuple[Mapping[LabelSpace, ProbeResult], Heads]:
     """Probe the labels of `config`, or all that the pictures have, on an encoder on `device`. Every rank calls this.
 
-    `facts` are more fields of the results. Raises `UserError` if the train set and the test set have different classes,
-    or lack one of the labels.
+    Returns the results of the checkpoint by label, and the trained heads. `facts` are more fields of the results.
+    Raises `UserError` if the train set and the test set have different classes, or lack one of the labels.
     """
     started = time.monotonic()
     targets = label_targets(train, test, wanted=config.labels)
@@ -70,7 +61,7 @@ def read_out(
     results = {space: describe(space, one, test, pairs=pairs, facts=facts) for space, one in fitted.items()}
     settings = (f"{name} {value}" for name, value in config.fit_settings.items())
     heads = {space: one.head for space, one in fitted.items() if one.head is not None}
-    return Readout(results, Heads(heads, f"probe with {', '.join(settings)}", train.manifest.sha256))
+    return results, Heads(heads, f"probe with {', '.join(settings)}", train.manifest.sha256)
 
 
 def reader(encoder: Encoder, reads: str) -> FeatureEncoder:

@@ -74,10 +74,10 @@ def score(
     file = Path(text.rpartition(":")[0] if _OBJECT.fullmatch(text) else text)
     scored = scored_on(data, text, file=file if file.is_file() else None)
     facts = {"num_shared": num_shared, "run": text, "scored": scored}
-    readout = read_out(reader, _without_views, train, test, config, device, step=1, facts=facts)
+    results, heads = read_out(reader, _without_views, train, test, config, device, step=1, facts=facts)
     name = re.sub(r"[^\w.]+", "-", file.name if file.is_file() else text).strip("-.")
     directory = out or Path("scored", f"{name}-{short_hash((train.manifest.sha256, test.manifest.sha256))}")
-    write_results(directory, readout)
+    write_results(directory, results, heads)
     return directory
 
 

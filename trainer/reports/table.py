@@ -16,9 +16,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
+from pydantic import TypeAdapter, ValidationError
+
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import as_typed, value_at
-from data_pipeline.core.validation import KIND
+from data_pipeline.core.validation import KIND, describe
 from trainer.probes.features import LabelSpace
 from trainer.probes.linear import ProbeConfig
 from trainer.probes.result import ProbeResult, unpack_right
@@ -36,7 +38,7 @@ _PLAIN: Final = {"num_epochs", "views", "batch_norm"}  # settings that the descr
 _FITTED_ON: Final = {"policy": "views of the run's own policy", "none": "samples without views"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Measurement:
     """One accuracy of one run, a row of the table.
 
@@ -64,24 +66,24 @@ class Measurement:
     seed: int
     factors: Mapping[str, str]
     label: LabelSpace
-    title: str
+    title: str = ""
     readout: str
     reads: str
     protocol: str
     step: int
-    num_steps: int | None
+    num_steps: int | None = None
     value: float
     num_right: int
     num_samples: int
-    chance: float | None
-    majority: float | None
-    num_train: int | None
-    group: str
+    chance: float | None = None
+    majority: float | None = None
+    num_train: int | None = None
+    group: str = ""
     dataset: str
     data: str
-    initial: str
-    commit: str
-    hardware: str
+    initial: str = ""
+    commit: str = ""
+    hardware: str = ""
     right_samples: str = field(default="", repr=False)
     num_neighbors: int | None = None
     measure: str = ACCURACY
@@ -103,6 +105,9 @@ class Measurement:
     def is_final(self) -> bool:
         """Whether the checkpoint is the last one of a training that has ended."""
         return self.step > 0 and self.step == self.num_steps
+
+
+_ROWS: Final = TypeAdapter(Measurement)
 
 
 def without_copies(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
@@ -236,21 +241,14 @@ def read_csv(path: Path) -> list[Measurement]:
     lines = list(csv.DictReader(io.StringIO(text, newline="")))
     try:
         return [_row(line) for line in lines]
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is no table of `python -m trainer.report --csv` ({error!r}); write it again") from None
+    except ValidationError as error:
+        reason = describe(error)
+        raise UserError(f"{path} is no table of `python -m trainer.report --csv` ({reason}); write it again") from None
 
 
 def _row(line: Mapping[str, str]) -> Measurement:
     factors = {name.removeprefix(_FACTOR): text for name, text in line.items() if name.startswith(_FACTOR) and text}
-    line = {"num_neighbors": "", "measure": ACCURACY, **line}
-    values: dict[str, Any] = {one.name: line[one.name] for one in fields(Measurement) if one.name != "factors"}
-    numbers = {"seed": int, "step": int, "value": float, "num_right": int, "num_samples": int}
-    for name, type_ in numbers.items():
-        values[name] = type_(values[name])
-    optional = {"num_steps": int, "num_train": int, "num_neighbors": int, "chance": float, "majority": float}
-    for name, type_ in optional.items():
-        values[name] = type_(values[name]) if values[name] else None
-    return Measurement(**values | {"factors": factors})
+    return _ROWS.validate_python({**{name: text for name, text in line.items() if text}, "factors": factors})
 
 
 def _factors(runs: Sequence[Run]) -> dict[str, dict[str, str]]:

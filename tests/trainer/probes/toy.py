@@ -62,9 +62,9 @@ def read_out(train: Pictures, test: Pictures, **probe: Any) -> Any:
     modules = build_modules(recipe)
     config = recipe.probe.model_copy(update={"num_epochs": 2, "learning_rate": 0.1, **probe})
     cpu = torch.device("cpu")
-    found = readout.read_out(modules.encoder, modules.view_policy, train, test, config, cpu, step=0, facts={})
-    results = {space: result.model_dump(exclude={"seconds"}) for space, result in found.results.items()}
-    heads = {space: (head.weight_KF.tolist(), head.bias_K.tolist()) for space, head in found.heads.by_label.items()}
+    found, fitted = readout.read_out(modules.encoder, modules.view_policy, train, test, config, cpu, step=0, facts={})
+    results = {space: result.model_dump(exclude={"seconds"}) for space, result in found.items()}
+    heads = {space: (head.weight_KF.tolist(), head.bias_K.tolist()) for space, head in fitted.by_label.items()}
     return results, heads
 
 
