@@ -11,8 +11,6 @@ RUN_DIR/ config.json  provenance.json  metrics.jsonl  bad_samples.jsonl  stalled
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import logging
 import math
@@ -23,22 +21,19 @@ import socket
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 from data_pipeline.core.errors import UserError, filename_in_errors, printable
 
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = ".lock"
-_LOOK_SECONDS = 0.2  # more than `is_held` has the lock
-_BEAT_SECONDS, _WATCH_SECONDS = 2.0, 10.0  # between two heartbeats of the owner of a lock, and for seeing one
+_BEAT_SECONDS, _WATCH_SECONDS = 2.0, 10.0  # between two heartbeats of the owner of a directory, and for seeing one
 _HERE = f" on {socket.gethostname()},"
 _END_BYTES = 2**15  # of metrics.jsonl, which `RunDir.read_last_metrics` reads: a hundred lines or more
-_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}  # the answers of a file system without locks
 
 
 @dataclass(frozen=True)
@@ -184,20 +179,19 @@ class TakenError(UserError):
 class Hold:
     """A run directory that this process has taken, until `close` or the end of the process; a context manager.
 
-    Besides the lock, the lock file names the process, and its time of change is a heartbeat. So two processes never mix
-    their checkpoints even if the locks of the file system hold on one machine only, or if it has none: the start of the
-    second sees the heartbeat, and a process that was frozen meanwhile sees by `check` that another took its place.
+    A file names the process, and its time of change is a heartbeat. So two processes never mix their checkpoints, on
+    any file system and on any machines: the start of the second sees the heartbeat, and a process that was frozen
+    meanwhile sees by `check` that another took its place.
     """
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        self._path, self._file = path, file
+    def __init__(self, path: Path) -> None:
+        """Make the file. Raises `FileExistsError` if there is one."""
+        self._path, self._file = path, path.open("x", encoding="utf-8")
         self._name = f"process {os.getpid()}{_HERE} start {secrets.token_hex(4)}"
         self._is_closing = threading.Event()
-        with contextlib.suppress(OSError):  # on a full disk the lock still holds
-            file.truncate(0)
-            os.pwrite(file.fileno(), self._name.encode(), 0)
-            os.fsync(file.fileno())  # for other machines
-        _held.add(file)
+        self._file.write(self._name)
+        self._file.flush()
+        os.fsync(self._file.fileno())  # for other machines
         threading.Thread(target=self._beat, name="lock", daemon=True).start()
 
     def check(self) -> None:
@@ -210,12 +204,11 @@ class Hold:
 
     def close(self) -> None:
         """Give the directory back."""
-        if not self._file.closed:
-            self._is_closing.set()
-            with contextlib.suppress(OSError):
-                if _owner(self._path) == self._name:
-                    self._file.truncate(0)
-            self._file.close()
+        self._is_closing.set()
+        self._file.close()
+        with contextlib.suppress(OSError):
+            if _owner(self._path) == self._name:
+                self._path.unlink()
 
     def __enter__(self) -> Self:
         return self
@@ -226,68 +219,61 @@ class Hold:
     def _beat(self) -> None:
         while not self._is_closing.wait(_BEAT_SECONDS):
             with contextlib.suppress(OSError, ValueError):  # the disk fails, or the file was closed just now
-                os.utime(self._file.fileno())
-
-
-_held: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
-
-
-def _close_inherited_locks() -> None:
-    """Close the lock files in a forked process; otherwise it would keep the lock after its parent has ended."""
-    for file in _held:
-        file.close()
-
-
-os.register_at_fork(after_in_child=_close_inherited_locks)
+                os.utime(self._file.fileno(), (time.time(), time.time()))  # the time of this machine, not of a server
 
 
 def hold(run_dir: RunDir) -> Hold:
     """Take the run directory for this process. Raises `UserError` if another process trains there.
 
-    Waits for some seconds if that cannot be seen from a lock, because the last owner was on another machine, or because
-    the file system has no locks, and if that owner did not give the directory back.
+    Waits for some seconds if the last owner did not give the directory back, unless it has ended on this machine.
     """
     run_dir.path.mkdir(parents=True, exist_ok=True)
     path = run_dir.path / LOCK_NAME
-    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
     try:
-        try:
-            is_locked = _flock(file, fcntl.LOCK_EX)
-        except BlockingIOError:
-            time.sleep(_LOOK_SECONDS)
-            is_locked = _flock(file, fcntl.LOCK_EX)
-        if _may_live(_owner(path), is_locked=is_locked):
-            before = path.stat().st_mtime_ns
-            time.sleep(_WATCH_SECONDS)
-            if path.stat().st_mtime_ns != before:
-                raise BlockingIOError
-    except BlockingIOError:
-        file.close()
+        if _beats(path):
+            raise FileExistsError
+        path.unlink(missing_ok=True)
+        return Hold(path)
+    except FileExistsError:
         raise UserError(
             f"another process is training in {run_dir.path}: {_owner(path)}; wait for it, end it by `kill` on that "
             "host (all its ranks save a checkpoint and end), or pass another --run-dir"
         ) from None
-    return Hold(path, file)
 
 
 def is_held(run_dir: RunDir) -> bool:
-    """Return whether a process is training in the run directory, by its lock or its heartbeat; change nothing."""
+    """Return whether a process is training in the run directory, by its heartbeat; change nothing."""
     path = run_dir.path / LOCK_NAME
     try:
-        # The file may be read-only for this user; O_NONBLOCK, because a pipe in its place would block.
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            is_locked = _flock(file, fcntl.LOCK_SH)
-            is_fresh = time.time() - os.fstat(file.fileno()).st_mtime < _WATCH_SECONDS
-            return is_fresh and _may_live(_owner(path), is_locked=is_locked)
-    except BlockingIOError:
-        return True
+        return time.time() - path.stat().st_mtime < _WATCH_SECONDS and _may_live(path)
     except OSError:
         return False
 
 
-def _may_live(owner: str, *, is_locked: bool) -> bool:
-    """Return whether the owner that a lock file names may still run, although this process could lock the file."""
-    return bool(owner) and not (is_locked and _HERE in owner)
+def _beats(path: Path) -> bool:
+    """Return whether the process that a lock file names gives a sign of life; wait for one for some seconds."""
+    if not _may_live(path):
+        return False
+    try:
+        before, deadline = path.stat().st_mtime_ns, time.monotonic() + _WATCH_SECONDS
+        while path.stat().st_mtime_ns == before and time.monotonic() < deadline:
+            time.sleep(_BEAT_SECONDS / 4)
+        return path.stat().st_mtime_ns != before
+    except FileNotFoundError:  # it was given back just now
+        return False
+
+
+def _may_live(path: Path) -> bool:
+    """Return whether a lock file names a process that may still run: one of another machine may."""
+    owner = _owner(path)
+    here = re.match(f"process ([0-9]{{1,9}}){re.escape(_HERE)}", owner)
+    if here is None:
+        return bool(owner)
+    try:
+        os.kill(int(here[1]), 0)
+    except OSError as error:
+        return isinstance(error, PermissionError)  # it belongs to another user
+    return True
 
 
 def _owner(path: Path) -> str:
@@ -296,17 +282,6 @@ def _owner(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")[:300].strip()
     except FileNotFoundError:
         return ""
-
-
-def _flock(file: BinaryIO, kind: int) -> bool:
-    """Lock a file; return False if its file system has no locks. Raises BlockingIOError if another process has it."""
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        return False
-    return True
 
 
 def open_run(path: Path) -> RunDir:
