@@ -151,12 +151,6 @@ def _index(parser: argparse.ArgumentParser) -> None:
     )
     _add_overlay_options(parser)
     add("--split", metavar="|".join(SPLITS), default="train", help="The split of the digits (default: train).")
-    add(
-        "--skip-bad",
-        metavar="N",
-        type=whole,
-        help="Decode every picture, and leave out up to N that do not decode. DIR.bad.txt beside the index lists them.",
-    )
     _add_workers(parser)
 
 

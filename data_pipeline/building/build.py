@@ -17,7 +17,7 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -29,7 +29,7 @@ from pydantic import ValidationError
 
 from data_pipeline.building.catalogue import Ingredients, open_dataset, with_overlay
 from data_pipeline.building.datasets import BOTH, NUM_SAMPLES_PER_SHARD, SPLITS, TAR_PICTURE_SIZE
-from data_pipeline.building.index_tars import leave_out, write_index
+from data_pipeline.building.index_tars import write_index
 from data_pipeline.building.locks import LOCK_NAME, locked
 from data_pipeline.building.pool import run_all
 from data_pipeline.building.tar_scan import LeftOut, ScanInputs, mean_and_std
@@ -66,6 +66,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T", MadeTar, bytes)
 
+_NUM_BAD_NAMED = 10  # records in a sentence
 _NUM_MEASURED, _NUM_MEASURED_AT_ONCE = 2_000, 100  # samples of the mean and std, if not of all samples
 
 
@@ -135,7 +136,7 @@ def build_dataset(
             source_options=dict(ingredients.source_options),
         )
         bad: Unreadable = {}
-        leave_out([], directory, skip_bad=skip_bad)  # of an earlier command
+        _leave_out([], directory, skip_bad=skip_bad)  # of an earlier command
         while True:
             plan = _plan(
                 ingredients,
@@ -155,11 +156,32 @@ def build_dataset(
             except _UnreadableError as error:
                 bad |= error.records
                 reasons = [bad[number].removesuffix("; mend or remove it") for number in sorted(bad)]
-                leave_out(reasons, directory, skip_bad=skip_bad)
+                _leave_out(reasons, directory, skip_bad=skip_bad)
     except ValidationError as error:
         raise UserError(
             f"{dataset} cannot be built from this input: {describe(error)}; change that in the source"
         ) from None
+
+
+def _leave_out(reasons: Sequence[str], directory: Path, *, skip_bad: int) -> None:
+    """List why records cannot be read in the file `DIRECTORY.bad.txt`, and warn of them; without any, remove the file.
+
+    Raises `UserError` if there are more than `skip_bad`.
+    """
+    listing = directory.with_name(f"{directory.name}.bad.txt")
+    if not reasons:
+        if listing.is_file():
+            listing.unlink()
+        return
+    listing.parent.mkdir(parents=True, exist_ok=True)
+    listing.write_text("".join(f"{reason}\n" for reason in reasons), errors="surrogateescape")
+    said = f"{'; '.join(reasons[:_NUM_BAD_NAMED])}{'; ...' if len(reasons) > _NUM_BAD_NAMED else ''}; see {listing}"
+    if len(reasons) > skip_bad:
+        raise UserError(
+            f"{len(reasons)} records cannot be used: {said}, which lists all; mend or remove them, or leave them out "
+            f"with --skip-bad {len(reasons)}"
+        )
+    logger.warning("left out %d records that cannot be used: %s", len(reasons), said)
 
 
 class _UnreadableError(Exception):

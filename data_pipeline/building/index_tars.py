@@ -73,8 +73,6 @@ Split = Literal["train", "test"]
 
 logger = logging.getLogger(__name__)
 
-_NUM_BAD_NAMED: Final = 10  # records in a sentence
-
 
 def make_index(
     location: str,
@@ -86,31 +84,20 @@ def make_index(
     classes_of: Path | None = None,
     overlay: PixelOverlay | None = None,
     split: Split = "train",
-    skip_bad: int | None = None,
     num_workers: int = 1,
 ) -> tuple[Manifest, list[ScannedTar]]:
     """Index the tars of a location into the directory `out`. Return its manifest, and what was found in each tar.
 
     Pictures are brought to `size` when they are read, and from `value_range` to 8 bits if they have more.
     `classes_of` is an index whose class numbers are used; for a test set, the index of its train set. `overlay` is
-    drawn on the pictures when they are read, with digits of `split`. `skip_bad` decodes every picture, and
-    leaves out up to so many that do not decode.
+    drawn on the pictures when they are read, with digits of `split`.
 
     Raises `UserError` if the location names no tars, no sample has a picture, a named label is in no sample, a value of
-    a label is none of `classes_of`, more pictures than `skip_bad` do not decode, or another process is making an index
-    in `out`.
+    a label is none of `classes_of`, or another process is making an index in `out`.
     """
     paths = listed_tars(location)
     num_measured = -(-_NUM_MEASURED // len(paths))
-    settings = ScanInputs(
-        fields=fields,
-        directory=out,
-        size=size,
-        num_measured=num_measured,
-        value_range=value_range,
-        tries_all=skip_bad is not None,
-    )
-
+    settings = ScanInputs(fields, out, size=size, num_measured=num_measured, value_range=value_range)
     with locked(out):
         tars: list[ScannedTar] = []
         num_samples = 0
@@ -121,8 +108,6 @@ def make_index(
                 progress.advance(note=f"{num_samples} samples")
                 for problem in tar.problems:
                     logger.warning("%s %s", tar.path, problem)
-        bad = [printable(f"{Path(tar.path).name}: {reason}") for tar in tars for reason in tar.bad]
-        leave_out(bad, out, skip_bad=skip_bad or 0)
         found = _found_labels(location, tars, fields, classes_of=classes_of)
         labels = {name: LabelEntry(title=name, classes=classes.names) for name, classes in found.items()}
         mean, std = mean_and_std(tars)
@@ -152,27 +137,6 @@ def make_index(
         beside = () if entry is None else (OVERLAY_NAME,)
         numbers = {name: classes.number_of for name, classes in found.items()}
         return write_index(tars, out, description, fields=fields, numbered=False, beside=beside, numbers=numbers), tars
-
-
-def leave_out(reasons: Sequence[str], directory: Path, *, skip_bad: int) -> None:
-    """List why records cannot be read in the file `DIRECTORY.bad.txt`, and warn of them; without any, remove the file.
-
-    Raises `UserError` if there are more than `skip_bad`.
-    """
-    listing = directory.with_name(f"{directory.name}.bad.txt")
-    if not reasons:
-        if listing.is_file():
-            listing.unlink()
-        return
-    listing.parent.mkdir(parents=True, exist_ok=True)
-    listing.write_text("".join(f"{reason}\n" for reason in reasons), errors="surrogateescape")
-    said = f"{'; '.join(reasons[:_NUM_BAD_NAMED])}{'; ...' if len(reasons) > _NUM_BAD_NAMED else ''}; see {listing}"
-    if len(reasons) > skip_bad:
-        raise UserError(
-            f"{len(reasons)} records cannot be used: {said}, which lists all; mend or remove them, or leave them out "
-            f"with --skip-bad {len(reasons)}"
-        )
-    logger.warning("left out %d records that cannot be used: %s", len(reasons), said)
 
 
 def write_index(
@@ -390,7 +354,6 @@ def run(args: argparse.Namespace) -> None:
         classes_of=args.classes_of,
         overlay=overlay_to_draw(args, size=size),
         split=args.split,
-        skip_bad=args.skip_bad,
         num_workers=args.workers,
     )
     seconds = max(time.monotonic() - started, 1e-3)

@@ -100,7 +100,6 @@ class ScannedTar:
         problems: what is wrong with the ends of a local tar and the tars in it, which may be cut short or damaged.
         fields: how many samples have each extension.
         sums: of the measured pictures: their number, and for each channel the mean and the mean square.
-        bad: the pictures that do not decode, and why, if all were tried; they are no samples.
     """
 
     path: str
@@ -114,7 +113,6 @@ class ScannedTar:
     problems: Sequence[str]
     fields: Mapping[str, int]
     sums: NDArray[np.float64]
-    bad: Sequence[str]
 
     @property
     def num_samples(self) -> int:
@@ -125,8 +123,7 @@ class ScannedTar:
 class ScanInputs:
     """The settings with which a worker scans a tar. It decodes `num_measured` pictures of each, to `size`.
 
-    If `tries_all`, it decodes all, and leaves out those that do not. Copies of remote tars lie in `directory` while
-    they are scanned.
+    Copies of remote tars lie in `directory` while they are scanned.
     """
 
     fields: Fields
@@ -134,7 +131,6 @@ class ScanInputs:
     size: int = 0
     num_measured: int = 0
     value_range: ValueRange | None = None
-    tries_all: bool = False
 
 
 def scan_tar(inputs: ScanInputs, task: tuple[int, str], *, is_built: bool = False) -> ScannedTar:
@@ -154,7 +150,6 @@ def scan_tar(inputs: ScanInputs, task: tuple[int, str], *, is_built: bool = Fals
         labels = {name: _LabelReader(field, left_out, is_built=is_built) for name, field in named.items()}
         fields: Counter[str] = Counter()
         num_members = 1 if inputs.fields.mask is None else 2
-        bad: list[str] = []
         chosen: list[TarMember] = []  # of all samples end to end, because many small lists cost the garbage collector
         for inner, contents in tars_in(data, outer):
             tar = name_of_tar(inner or location)
@@ -166,12 +161,6 @@ def scan_tar(inputs: ScanInputs, task: tuple[int, str], *, is_built: bool = Fals
                 fields.update(of_sample.keys())
                 if (found := _members(inputs.fields, of_sample, left_out)) is None:
                     continue
-                if inputs.tries_all:
-                    try:
-                        _decoded(found[0], data, inputs)
-                    except ValueError as error:
-                        bad.append(str(error))
-                        continue
                 chosen += found
                 for label in labels.values():
                     label.read(of_sample, data, tar)
@@ -191,7 +180,6 @@ def scan_tar(inputs: ScanInputs, task: tuple[int, str], *, is_built: bool = Fals
             problems=problems,
             fields=dict(fields.most_common(_MAX_FIELDS)),
             sums=sums,
-            bad=bad,
         )
 
 
@@ -324,30 +312,22 @@ def measured_rows(num_samples: int, *, num: int, tar: int) -> list[int]:
     return [(piece * _FINE + shift) * num_samples // (num * _FINE) for piece in range(num)]
 
 
-def _decoded(picture: TarMember, data: memoryview, inputs: ScanInputs) -> NDArray[np.uint8]:
-    """Return the pixels of a picture, (C, size, size). Raises `ValueError` with its name if it does not decode."""
-    from data_pipeline.loading.picture_decode import decode_square  # here, because `look` needs no torch for the rest
-
-    file = data[picture.offset : picture.offset + picture.size]
-    try:
-        pixels: NDArray[np.uint8] = decode_square(file, size=inputs.size, value_range=inputs.value_range).numpy()
-    except ValueError as error:
-        raise ValueError(f"{picture.name}: {error}") from None
-    return pixels
-
-
 def _measure(
     pictures: Sequence[TarMember], data: memoryview, inputs: ScanInputs, left_out: LeftOut
 ) -> NDArray[np.float64]:
     """Return number, means and mean squares of some pictures of a tar."""
+    if pictures:  # because a build, which measures none here, and `look` need no torch for the rest
+        from data_pipeline.loading.picture_decode import decode_square
+
     sums = np.zeros(1)
     for member in pictures:
         try:
-            picture = _decoded(member, data, inputs)
+            file = data[member.offset : member.offset + member.size]
+            picture = decode_square(file, size=inputs.size, value_range=inputs.value_range).numpy()
             if sums[0] and len(sums) != 1 + 2 * len(picture):
-                raise ValueError(f"{member.name} has {len(picture)} channels, but others have {len(sums) // 2}")
+                raise ValueError(f"it has {len(picture)} channels, but others have {len(sums) // 2}")
         except ValueError as error:
-            left_out.add(_UNDECODED, str(error))
+            left_out.add(_UNDECODED, f"{member.name}: {error}")
             continue
         values = picture.reshape(len(picture), -1) / 255.0
         sums = sums + np.concatenate([[1.0], values.mean(axis=1), np.square(values).mean(axis=1)])

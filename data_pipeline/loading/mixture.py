@@ -33,7 +33,6 @@ from data_pipeline.loading.order import (
     BatchOrder,
     EpochOrder,
     EpochOrders,
-    ReadingOrder,
     Rows,
     check_batch_size,
     check_ranks,
@@ -207,7 +206,7 @@ class _Draws:
 
 
 class MixtureOrder:
-    """The samples that a rank reads at each step of a mixture: a `ReadingOrder`.
+    """The samples that a rank reads at each step of a mixture, as `BatchOrder` says those of one dataset.
 
     `sizes` holds the number of samples of each source, and `names` its name for messages. `shard_ends` and
     `shuffle_shards` mean the same as in `EpochOrders`, with the shards of each source.
@@ -322,6 +321,10 @@ class MixtureOrder:
         for positions in chunks_from(range(first, size, len(of_batch)), now):
             samples = epochs.of_epoch(epoch)(positions)
             yield from samples[~np.isin(samples, in_batch)].tolist()
+
+
+# A function of the step alone, so iterators of one stream share it. It numbers the datasets from 0.
+ReadingOrder = BatchOrder | MixtureOrder
 
 
 def reading_order(

@@ -6,8 +6,8 @@ while it is read. It is cut into N // G global batches of G samples; rank r of W
 Guarantees: a global batch does not depend on the number of ranks, and no sample comes twice in it. A resumed run reads
 nothing that it skips. No array of N numbers is made.
 
-`ReadingOrder` is the interface of this order and of that of a mixture (`data_pipeline.loading.mixture`). So a stream
-reads, keeps in memory and replaces samples in the same way for both.
+The order of a mixture (`data_pipeline.loading.mixture`) has the same methods. So a stream reads, keeps in memory and
+replaces samples in the same way for both.
 
 Shapes: B rows of a rank, R rows of a rank from one dataset, X positions in an epoch.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,35 +45,6 @@ class Rows:
     key_index_R: NDArray[np.int64]
     key_epoch: int
     bad: tuple[BadSample, ...]
-
-
-class ReadingOrder(Protocol):
-    """The rows that a rank reads at each step; `number` counts the datasets from 0.
-
-    A function of the step alone: iterators of one stream share it.
-    """
-
-    @property
-    def num_steps_per_epoch(self) -> int: ...
-
-    def rows(self, number: int, step: int, *, bad: Mapping[int, BadSample]) -> Rows:
-        """Return the rows that come from a dataset. Samples in `bad`, by index, are replaced by others.
-
-        Raises `UserError` if a bad sample has no replacement.
-        """
-        ...
-
-    def row_order(self, step: int) -> NDArray[np.int64] | None:
-        """Return (B,) places in the rows of all datasets, put end to end; None if they are in order."""
-        ...
-
-    def position_at(self, number: int, step: int) -> tuple[int, int]:
-        """Return the epoch of a dataset, and the position in it, at which the global batch of a step begins."""
-        ...
-
-    def epochs_of(self, number: int) -> EpochOrders:
-        """Return the orders of the epochs of a dataset."""
-        ...
 
 
 def num_steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
@@ -186,7 +157,7 @@ class EpochOrders:
 
 @dataclass(frozen=True)
 class BatchOrder:
-    """The samples of one dataset that a rank reads at each step: a `ReadingOrder`.
+    """The samples of one dataset, number 0, that a rank reads at each step.
 
     The parts of all ranks, in rank order, make up the global batch.
     """
@@ -229,14 +200,13 @@ class BatchOrder:
             indices_R[row] = index
         return Rows(indices_R, indices_R, epoch, tuple(replaced))
 
-    def row_order(self, step: int) -> None:
-        return None
-
     def position_at(self, number: int, step: int) -> tuple[int, int]:
+        """Return the epoch, and the position in it, at which the global batch of a step begins."""
         epoch, step_in_epoch = divmod(step, self.num_steps_per_epoch)
         return epoch, step_in_epoch * self.global_batch_size
 
     def epochs_of(self, number: int) -> EpochOrders:
+        """Return the orders of the epochs."""
         return self.epochs
 
 

@@ -31,8 +31,7 @@ from data_pipeline.core.sample import BadSample
 from data_pipeline.core.schema import Count, Gigabytes, NumWorkers, Schema, Share
 from data_pipeline.loading.collate import BatchMaker, join_parts
 from data_pipeline.loading.decode import DecodedSamples
-from data_pipeline.loading.mixture import Mixture, MixtureOrder, reading_order
-from data_pipeline.loading.order import ReadingOrder
+from data_pipeline.loading.mixture import Mixture, MixtureOrder, ReadingOrder, reading_order
 from data_pipeline.loading.placement import DataPlacement, place_data, resident_bytes
 from data_pipeline.loading.sources import (
     StreamSource,
@@ -275,12 +274,10 @@ class Stream:
         """
         for step, parts in self._clean_parts(steps):
             finished = [self._finish(source, clean) for source, clean in parts]
-            row_order = self.order.row_order(step)
-            if row_order is None:
-                (batch,) = finished
-                yield batch
+            if not isinstance(self.order, MixtureOrder):
+                yield finished[0]
             else:
-                row_B = self._to_device(torch.from_numpy(row_order))
+                row_B = self._to_device(torch.from_numpy(self.order.row_order(step)))
                 epoch = step // self.num_steps_per_epoch
                 yield join_parts(
                     finished, row_B, epoch=epoch, num_samples=self.num_samples, label_names=self._label_names

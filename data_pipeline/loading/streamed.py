@@ -21,7 +21,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BadSample
 from data_pipeline.core.system import SHARED, signals_blocked
 from data_pipeline.loading.decode import decode
-from data_pipeline.loading.order import ReadingOrder
+from data_pipeline.loading.mixture import ReadingOrder
 from data_pipeline.loading.sources import StreamSource
 
 

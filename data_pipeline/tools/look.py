@@ -82,7 +82,7 @@ def look_at(path: str, *, copies: Path, num_decoded_bytes: int | None, num_worke
         add_problems(place, place.layout)
         if is_remote(path):
             place.tars = [path]
-        elif isinstance(files, TarFiles) and _are_of_webdataset(place.layout):
+        elif isinstance(files, TarFiles) and place.is_good.all() and _are_of_webdataset(place.layout):
             place.tars = _locations(files)
     return place
 

@@ -61,7 +61,7 @@ def _of_tars(tars: Sequence[tuple[str, Place]]) -> list[list[str]]:
         else:
             words += ["--size", str(_SIZE)]
             words += [f"--value-range={value}" for value in _value_range(place.census.limits).values()]
-        found.append(words + _skipped(place))
+        found.append(words)
     if len(tars) > 1:
         found.append(_train("picture", directories[0], directories[1], len(tars[0][1].is_good), tars[0][1].census))
     return found
@@ -81,12 +81,10 @@ def _of_files(place: Place, root: Path, layout: Layout) -> list[list[str]]:
     build = [*_DATA, "build", _DATASETS[layout.medium], "--root", str(root)]
     build += [word for option, value in options.items() for word in (SOURCE_OPTION, f"{option}={value}")]
     out = f"data/{root.absolute().name.split('.')[0] or 'mine'}"
-    build += [*_skipped(place), "--split", "both", "--out", out]
+    if num_bad := np.count_nonzero(~is_good):
+        build += ["--skip-bad", str(num_bad)]
+    build += ["--split", "both", "--out", out]
     return [build, _train(layout.medium, f"{out}/{TRAIN}", f"{out}/{TEST}", num_train, place.census)]
-
-
-def _skipped(place: Place) -> list[str]:
-    return [] if place.is_good.all() else ["--skip-bad", str(np.count_nonzero(~place.is_good))]
 
 
 def _value_range(limits: Mapping[str, tuple[float, float]]) -> dict[str, object]:

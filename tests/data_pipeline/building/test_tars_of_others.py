@@ -12,11 +12,8 @@ import pytest
 
 from data_pipeline.__main__ import main
 from data_pipeline.building.build import build_dataset
-from data_pipeline.building.index_tars import make_index
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.loading.decode import decode
-from data_pipeline.storage.locations import INDEX_NAME
-from data_pipeline.storage.manifest import Fields
 from data_pipeline.storage.store import SampleStore
 from tests.commands import Done, call
 from tests.tars import Member, by_tarfile, numbers_in, picture
@@ -129,32 +126,3 @@ def test_a_key_that_unicode_writes_in_two_ways_is_one(tmp_path: Path, index) -> 
     assert index(tmp_path).status == 0
     assert words_in(tmp_path) == ["1"]
     assert unicodedata.is_normalized("NFC", "caf\u00e9")
-
-
-@pytest.mark.parametrize(("skip_bad", "status"), [("0", 2), ("2", 2), ("3", 0), ("99", 0)])
-def test_all_pictures_that_do_not_decode_are_listed_and_left_out(  # type: ignore[no-untyped-def]
-    tmp_path: Path, index, skip_bad: str, status: int
-) -> None:
-    for tar in range(2):
-        members: list[Member] = []
-        for row in range(4):
-            is_bad = row == 1 or (tar, row) == (1, 3)
-            content = picture(4 * tar + row)
-            members += [(f"{tar}{row}.png", content[:50] if is_bad else content), (f"{tar}{row}.cls", b"%d" % row)]
-        by_tarfile(tmp_path / f"{tar}.tar", members)
-    make_index(str(tmp_path), tmp_path / "before", fields=Fields(), size=16)
-    assert len(SampleStore(tmp_path / "before")) == 8
-    done = index(tmp_path, "--skip-bad", skip_bad)
-    assert done.status == status
-    listed = (tmp_path / f"{INDEX_NAME}.bad.txt").read_text().splitlines()
-    assert [line.partition(": it does not decode")[0] for line in listed] == [
-        "0.tar: 01.png",
-        "1.tar: 11.png",
-        "1.tar: 13.png",
-    ]
-    if status:
-        assert "3 records cannot be used: 0.tar: 01.png" in done.stderr
-        assert "leave them out with --skip-bad 3" in done.stderr
-    else:
-        assert numbers_in(SampleStore(tmp_path)) == [0, 2, 3, 4, 6]
-        assert words_in(tmp_path) == ["0", "2", "3", "0", "2"]
