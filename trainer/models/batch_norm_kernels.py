@@ -108,7 +108,7 @@ def _statistics_kernel(
 
 @triton.jit(do_not_specialize=["num_parts", "num_groups", "momentum"])
 def _combine_kernel(
-    parts_ptr, stats_ptr, running_mean_ptr, running_var_ptr,
+    parts_ptr, stats_ptr, running_mean_ptr, running_var_ptr, num_batches_ptr,
     momentum, num_parts, num_groups, channels,
     RUNNING: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
@@ -122,6 +122,8 @@ def _combine_kernel(
     count = tl.load(parts_ptr + part_place + last, part < num_parts, other=0.0)
     total = tl.sum(count, 0)
     tl.store(stats_ptr + last, total)
+    if RUNNING:
+        tl.store(num_batches_ptr, tl.load(num_batches_ptr) + num_groups, tl.program_id(0) == 0)
     share = (count / total)[:, None]
     for group in range(num_groups):
         place = 2 * group * channels + channel
@@ -266,16 +268,15 @@ def normalised(
     residual: Tensor | None,
     weight_C: Tensor,
     bias_C: Tensor,
-    *,
+    running: tuple[Tensor, Tensor, Tensor, float],
     eps: float,
     num_groups: int,
     relu: bool,
-    running: tuple[Tensor, Tensor, float] | None,
     gather: Callable[[Tensor], Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output, like `x`, and the statistics (N,) of each group.
 
-    running: running mean and variance (C,) to be updated in place, and their momentum.
+    running: running mean and variance (C,) and the number of batches, to be updated in place, and their momentum.
     gather: a function from the statistics of this rank (1, N) to those of all ranks (R, N); None in one process.
     """
     num_parts, run = _split(x, num_groups)
@@ -292,9 +293,11 @@ def normalised(
     return out, stats_N
 
 
-def _combine(parts_PN: Tensor, stats_N: Tensor, num_groups: int, running: tuple[Tensor, Tensor, float] | None) -> None:
+def _combine(
+    parts_PN: Tensor, stats_N: Tensor, num_groups: int, running: tuple[Tensor, Tensor, Tensor, float] | None
+) -> None:
     channels = len(stats_N) // (2 * num_groups)
-    arguments = (parts_PN, stats_N, *(running or (stats_N, stats_N, 0.0)), len(parts_PN), num_groups, channels)
+    arguments = (parts_PN, stats_N, *(running or (*(stats_N,) * 3, 0.0)), len(parts_PN), num_groups, channels)
     constants = {"PARTS": triton.next_power_of_2(len(parts_PN)), "CHANNELS": _COMBINED_CHANNELS}
     programs = (triton.cdiv(channels, _COMBINED_CHANNELS),)
     launch(_combine_kernel, programs, *arguments, RUNNING=running is not None, **constants)
@@ -307,7 +310,6 @@ def gradients(
     weight_C: Tensor,
     bias_C: Tensor,
     stats_N: Tensor,
-    *,
     eps: float,
     num_groups: int,
     relu: bool,

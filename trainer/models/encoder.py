@@ -26,7 +26,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.kinds import KindConfig, Kinds
 from data_pipeline.core.schema import BatchSize, CountOrZero, ImageSize, InputMean, InputStd, LayerSize, Line, Schema
 from trainer.distributed.collectives import is_distributed
-from trainer.models.batch_norm import counted_together, depends_on_row_order, grouped_statistics
+from trainer.models.batch_norm import depends_on_row_order, grouped_statistics
 from trainer.models.convnet import ConvNet
 from trainer.models.heads import HeadConfig, build_head
 from trainer.models.late_pruning import LatePruningConfig, prune_late
@@ -363,7 +363,7 @@ class Encoder(nn.Module):
         on_one_cpu = not is_distributed() and views_BCHW.device.type == "cpu"
         together = is_pruned or not (on_one_cpu or depends_on_row_order(self))
         if num_groups == 1 or together:
-            with grouped_statistics(num_groups), counted_together():
+            with grouped_statistics(num_groups):
                 return self._embed(views_BCHW)
         return torch.cat([self._embed(group_BCHW) for group_BCHW in views_BCHW.chunk(num_groups)])
 

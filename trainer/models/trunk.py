@@ -111,6 +111,14 @@ class ConvolutionalTrunk(nn.Sequential, Trunk):
             return map_BCHW
         return run_blocks(self._blocks(), x_BCHW, checkpointing=self.checkpointing, random=self._is_random)
 
+    def synchronize_batch_norm(self) -> None:
+        """Make every batch norm work on the global batch; a ReLU outside the stages becomes a part of the norm."""
+        super().synchronize_batch_norm()
+        norm = self._modules.get("bn1")
+        if isinstance(norm, SynchronizedBatchNorm2d) and "relu" in self._modules:
+            norm.with_relu = True
+            self._modules["relu"] = nn.Identity()
+
     def blocks(self) -> tuple[nn.Module, ...]:
         return tuple(block for layer in self if isinstance(layer, nn.Sequential) for block in layer)
 

@@ -80,15 +80,15 @@ class Given:
     def by_kernels(self) -> list[Tensor]:
         """Return output, running statistics and all gradients."""
         running = torch.zeros_like(self.weight), torch.ones_like(self.weight)
-        settings: dict[str, Any] = {"eps": EPS, "num_groups": self.num_groups, "relu": self.relu}
+        counted = (*running, torch.zeros((), dtype=torch.int64), 0.1)
         out, stats_N = batch_norm_kernels.normalised(
-            self.x, self.residual, self.weight, self.bias, running=(*running, 0.1), gather=None, **settings
+            self.x, self.residual, self.weight, self.bias, counted, EPS, self.num_groups, self.relu, None
         )
         assert out.dtype == self.x.dtype
         assert out.stride() == self.x.stride()
         kept = None if self.residual is None else out
         grad_x, grad_residual, (grad_weight, grad_bias) = batch_norm_kernels.gradients(
-            self.grad, self.x, kept, self.weight, self.bias, stats_N, reduce=None, **settings
+            self.grad, self.x, kept, self.weight, self.bias, stats_N, EPS, self.num_groups, self.relu, None
         )
         gradients = [grad_x, grad_weight, grad_bias, *([] if grad_residual is None else [grad_residual])]
         return [out, *running, *gradients]

@@ -132,8 +132,7 @@ def test_on_a_gpu_kernels_are_as_torch_in_float64_and_have_the_same_bits_again(
     shape: tuple[int, ...], dtype: torch.dtype, residual: bool, relu: bool
 ) -> None:
     given = drawn_on_a_gpu(shape, dtype)
-    assert batch_norm._has_kernels(given[0], given[1], 2)
-    assert batch_norm._kernels(given[0]) is batch_norm_kernels
+    assert batch_norm._kernels(given[0], given[1], 2) is batch_norm_kernels
     found, again = (passed(given, residual=residual, relu=relu) for _ in range(2))
     assert all(map(torch.equal, found, again))
     expected = passed([each.double() for each in given], residual=residual, relu=relu)
@@ -179,14 +178,16 @@ def timed(run: Callable[[], Any]) -> float:
 def each_pass(shape: tuple[int, int, int, int]) -> Iterator[tuple[str, int, Callable[[], Any]]]:
     """Yield each pass over two groups: its name, the tensors that it reads or writes, and a call."""
     x, residual, grad, weight, bias = drawn_on_a_gpu(shape, torch.bfloat16)
-    settings: dict[str, Any] = {"eps": 1e-5, "num_groups": 2, "relu": True}
+    settings = (1e-5, 2, True, None)
+    running = torch.zeros_like(weight), torch.ones_like(weight)
     launches: list[tuple[Any, ...]] = []
 
     def forward(added: Tensor | None) -> tuple[Tensor, Tensor]:
-        return batch_norm_kernels.normalised(x, added, weight, bias, running=None, gather=None, **settings)
+        counted = (*running, torch.zeros((), dtype=torch.int64, device="cuda"), 0.1)
+        return batch_norm_kernels.normalised(x, added, weight, bias, counted, *settings)
 
     def backward(out: Tensor | None, stats_N: Tensor) -> None:
-        batch_norm_kernels.gradients(grad, x, out, weight, bias, stats_N, reduce=None, **settings)
+        batch_norm_kernels.gradients(grad, x, out, weight, bias, stats_N, *settings)
 
     for name, added, passes in (("ReLU", None, (1, 2, 2, 3)), ("add, ReLU", residual, (1, 3, 4, 3))):
         out, stats_N = forward(added)
@@ -204,7 +205,6 @@ def each_pass(shape: tuple[int, int, int, int]) -> Iterator[tuple[str, int, Call
         for (given, named), num_tensors in zip(of_maps, passes, strict=True):
             call = functools.partial(triton_launch.launch, *given, **named)
             yield f"{given[0].fn.__name__.strip('_')}, {name}", num_tensors, call
-    running = torch.zeros_like(weight), torch.ones_like(weight)
     cudnn = (weight, bias, *running, True, 0.1, 1e-5)
     halves = [list(each.half().chunk(2)) for each in (x, grad)]  # torch gives it no bfloat16
     yield "cuDNN forward, float16", 3, lambda: [torch.cudnn_batch_norm(each, *cudnn) for each in halves[0]]
