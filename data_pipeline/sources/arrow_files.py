@@ -4,7 +4,7 @@ A table has a column of files, bytes or a struct of `bytes` and `path`, and colu
 `SPLIT/NUMBER.ENDING`. SPLIT is how the name of a Parquet file begins, or the folder of an arrow file.
 
 An arrow file is mapped into memory, and any row is read alone. A Parquet file is read in groups of rows, often of 100
-MB, so the first reading copies its files to an arrow file in a temporary folder, in small batches.
+MB, so it is first copied to an arrow file in a temporary folder, in small batches.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ import json
 import logging
 import re
 import tempfile
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from importlib import import_module
-from itertools import repeat
 from pathlib import Path
 from typing import Any, Final
 
@@ -61,10 +59,9 @@ class ArrowFiles(Files):
         check_installed("pyarrow", extra="parquet", user=str(root))
         self._arrow, self._parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
         self._compute = import_module("pyarrow.compute")
-        self._splits, self._copies, self._lock = tables_in(root), copies, threading.Lock()
-        self._contents: dict[str, Any] = {}
+        self._copies, splits = copies, tables_in(root)
         features, kinds = dict[str, Any](), dict[str, str]()
-        schemas = {split: self._schema(self._opened(paths[0])) for split, paths in self._splits.items()}
+        schemas = {split: self._schema(paths[0]) for split, paths in splits.items()}
         for schema in schemas.values():
             described = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
             features |= described.get("info", {}).get("features", {})
@@ -81,27 +78,26 @@ class ArrowFiles(Files):
         self.classes = {name: tuple(as_word(each) or each for each in names) for name, names in named.items() if names}
         if left_out := kinds.keys() - {self._column, *self._labels}:
             logger.info("%s: left out the columns %s", root, ", ".join(sorted(left_out)))
-        for split in [split for split, schema in schemas.items() if self._column not in schema.names]:
-            logger.warning("%s: left out %s, which has no column %s", root, self._splits.pop(split), self._column)
+        self._tables: dict[str, Any] = {}
+        for split, schema in schemas.items():
+            if self._column in schema.names:
+                names = [name for name in schema.names if name in {self._column, *self._labels}]
+                self._tables[split] = self._mapped(split, splits[split], names)
+            else:
+                logger.warning("%s: left out %s, which has no column %s", root, splits[split], self._column)
 
     def __reduce__(self) -> tuple[Callable[..., Files], tuple[Path | None, ...]]:
-        for split in self._splits:
-            self._contents_of(split)  # so that no other process copies them
         return type(self), (self.root, self._copies)
 
     def find(self, others: dict[str, str]) -> Iterator[str]:
-        for split, paths in self._splits.items():
-            names: Iterable[str | None]
-            if self._has_names:
-                tables = (self._read(path, f"{self._column}.path") for path in paths)
-                names = (name for each in tables for name in self._compute.struct_field(each, "path").to_pylist())
-            else:
-                names = repeat(None, len(self._contents_of(split)))
-            yield from (f"{split}/{row:08d}{ending_of(name or '') or self._ending}" for row, name in enumerate(names))
+        for split, table in self._tables.items():
+            column = table.column(self._column)
+            paths = self._compute.struct_field(column, "path").to_pylist() if self._has_names else [None] * len(column)
+            yield from (f"{split}/{row:08d}{ending_of(path or '') or self._ending}" for row, path in enumerate(paths))
 
     def read(self, name: str) -> bytes:
         split, _, number = name.partition("/")
-        row = self._contents_of(split)[int(number.partition(".")[0])].as_py()
+        row = self._tables[split].column(self._column)[int(number.partition(".")[0])].as_py()
         content = row["bytes"] if isinstance(row, dict) else row
         if content is None:
             raise ValueError(f"its row has no bytes, only {row}; save the dataset with the bytes of its files")
@@ -109,27 +105,19 @@ class ArrowFiles(Files):
 
     @cached_property
     def columns(self) -> dict[str, list[str]]:
-        return {
-            name: [word for paths in self._splits.values() for path in paths for word in self._words(path, name)]
-            for name in self._labels
-        }
+        tables = self._tables.values()
+        return {name: [word for table in tables for word in self._words(table, name)] for name in self._labels}
 
-    def _words(self, path: Path, name: str) -> Iterable[str]:
-        column = self._read(path, name)
+    def _words(self, table: Any, name: str) -> Iterable[str]:
+        if name not in table.column_names:
+            return [""] * table.num_rows
+        column = table.column(name)
         if (classes := self.classes.get(name)) is not None:
             return ("" if number is None or number < 0 else classes[number] for number in column.to_pylist())
         return map(as_word, column.cast(self._arrow.string()).to_pylist())
 
-    def _read(self, path: Path, column: str) -> Any:
-        """Return a column of a table, or a field of it in a Parquet file, with all rows; nulls if there is none."""
-        table, name = self._opened(path), column.partition(".")[0]
-        is_mapped = isinstance(table, self._arrow.Table)
-        if name not in self._schema(table).names:
-            return self._arrow.nulls(table.num_rows if is_mapped else table.metadata.num_rows, self._arrow.string())
-        return table.column(name) if is_mapped else table.read(columns=[column]).column(0)
-
-    def _schema(self, table: Any) -> Any:
-        return table.schema if isinstance(table, self._arrow.Table) else table.schema_arrow
+    def _schema(self, path: Path) -> Any:
+        return self._opened(path).schema_arrow if path.suffix == ".parquet" else self._opened(path).schema
 
     def _opened(self, path: Path, **how: Any) -> Any:
         """Return a table that is mapped into memory, or an opened Parquet file."""
@@ -140,18 +128,13 @@ class ArrowFiles(Files):
         except (OSError, self._arrow.ArrowInvalid) as error:
             raise UserError(f"{path} cannot be read ({error}); copy or download it again") from None
 
-    def _contents_of(self, split: str) -> Any:
-        """Return the column of files of a split, mapped into memory."""
-        with self._lock:
-            if split not in self._contents:
-                paths = self._splits[split]
-                if paths[0].suffix == ".parquet":
-                    paths = [self._copy_of(split, paths)]
-                tables = [self._opened(path).select([self._column]) for path in paths]
-                self._contents[split] = self._arrow.concat_tables(tables).column(0)
-            return self._contents[split]
+    def _mapped(self, split: str, paths: list[Path], names: list[str]) -> Any:
+        """Return some columns of the tables of a split, mapped into memory."""
+        if paths[0].suffix == ".parquet":
+            paths = [self._copy_of(split, paths, names)]
+        return self._arrow.concat_tables([self._opened(path).select(names) for path in paths])
 
-    def _copy_of(self, split: str, paths: list[Path]) -> Path:
+    def _copy_of(self, split: str, paths: list[Path], names: list[str]) -> Path:
         if self._copies is None:
             self._holds_copies = tempfile.TemporaryDirectory(prefix="parquet-", ignore_cleanup_errors=True)
             self._copies = Path(self._holds_copies.name)
@@ -161,7 +144,7 @@ class ArrowFiles(Files):
                 writer = None
                 for path in paths:
                     table = self._opened(path, buffer_size=_NUM_BUFFERED, pre_buffer=False)
-                    for batch in table.iter_batches(_NUM_AT_ONCE, columns=[self._column], use_threads=False):
+                    for batch in table.iter_batches(_NUM_AT_ONCE, columns=names, use_threads=False):
                         writer = writer or self._arrow.ipc.new_stream(file, batch.schema)
                         writer.write_batch(batch)
                 if writer is not None:
