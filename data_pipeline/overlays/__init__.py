@@ -173,12 +173,14 @@ class PixelOverlay(Overlay):
     layout: Layout = "scaled"
 
     @classmethod
-    @abstractmethod
     def open(cls, given: OverlayInputs) -> Self:
-        """Return the overlay for pictures of `given.shape`.
+        """Return `cls(**options)` for pictures of `given.shape`. An overlay with assets overrides this.
 
         Raises `UserError` if it cannot be drawn on them, if an option is wrong, or if its digits are missing.
         """
+        overlay = cls(**given.read(cls.options_schema).model_dump())
+        overlay.output_shape(given.shape)
+        return overlay
 
     def options(self) -> dict[str, OptionValue]:
         return dict(self.chosen)

@@ -13,7 +13,7 @@ Shapes: B batch, C channels, H height, W width, N bits.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Final, Self
+from typing import Annotated, ClassVar, Final
 
 import torch
 from pydantic import Field
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys, row_hashes
 from data_pipeline.core.schema import Schema
-from data_pipeline.overlays import NOTHING_GIVEN, Overlaid, OverlayInputs, PixelOverlay, Shape, no_mask
+from data_pipeline.overlays import NOTHING_GIVEN, Overlaid, PixelOverlay, Shape, no_mask
 from data_pipeline.storage.manifest import LabelEntry
 
 MAX_BITS: Final = 32
@@ -51,10 +51,6 @@ class Bits(PixelOverlay):
         self.bits = bits
         self.chosen = {"bits": bits}
         self.more_labels = {f"bit_{n}": LabelEntry(title=f"bit {n}", classes=_VALUES) for n in range(2, bits + 1)}
-
-    @classmethod
-    def open(cls, given: OverlayInputs) -> Self:
-        return cls(bits=given.read(BitsOptions).bits)
 
     def output_shape(self, stored_shape: Shape) -> Shape:
         num_channels, height, width = stored_shape

@@ -77,11 +77,8 @@ class Colours(PixelOverlay):
 
     @classmethod
     def open(cls, given: OverlayInputs) -> Self:
-        correlation = given.read(ColoursOptions).correlation
-        check_base_label(given, correlation)
-        overlay = cls(correlation=correlation)
-        overlay.output_shape(given.shape)
-        return overlay
+        check_base_label(given, given.read(ColoursOptions).correlation)
+        return super().open(given)
 
     def output_shape(self, stored_shape: Shape) -> Shape:
         num_channels, height, width = stored_shape

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Final, Literal, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -98,15 +97,9 @@ class Noise(Overlay):
         assert inputs.shape == (len(keys.index_B), self.num_points), (inputs.shape, self.num_points)
         label_B = integers(keys, 1, len(self.class_names), purpose=_CLASS)[:, 0]
         start_B = self._start_K[label_B] + self._offsets(keys, self.length_K[label_B] - self.num_points)
-        if inputs.device.type != "cpu":
-            # Copies rows of an overlapping view: an index for every point would cost 8 bytes a point.
-            behind_BT = self._scaled_X.unfold(0, self.num_points, 1)[start_B]
-            return Overlaid(behind_BT.add_(inputs), label_B, None)
-        mixed_BT = torch.empty_like(inputs)  # row by row gives the same sum without a copy of the crops
-        scaled_X = self._scaled_X.numpy()
-        for mixed_T, input_T, start in zip(mixed_BT.numpy(), inputs.numpy(), start_B.tolist(), strict=True):
-            np.add(input_T, scaled_X[start : start + self.num_points], out=mixed_T)
-        return Overlaid(mixed_BT, label_B, None)
+        # Copies rows of an overlapping view: an index for every point would cost 8 bytes a point.
+        behind_BT = self._scaled_X.unfold(0, self.num_points, 1)[start_B]
+        return Overlaid(behind_BT.add_(inputs), label_B, None)
 
     def _offsets(self, keys: DrawKeys, last_B: Tensor) -> Tensor:
         """Draw the first point of each crop, from 0 to `last_B` inclusive: (B,) int64."""

@@ -21,8 +21,8 @@ from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import BASE, Record
 from data_pipeline.sources import LabelColumn, SourceInputs
 
-Coordinate = NDArray[np.float64]  # (64, 64): x or y of every point of a picture, in pixels
-Region = NDArray[np.bool_]  # (64, 64): the points that a form covers
+Coordinate = NDArray[np.float64]  # (H, W): x or y of every point of a picture
+Region = NDArray[np.bool_]  # (H, W): the points that a form covers
 Pattern = Callable[[Coordinate, Coordinate, float, Generator], Region]  # of x, y, the period in pixels
 
 IMAGE_SIZE: Final = 32
@@ -36,10 +36,6 @@ _LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float64)  # ITU-R BT.601, as in
 def phase(distance: Coordinate) -> Coordinate:
     """Return the fractional part, in [0, 1): the position within a period."""
     return distance - np.floor(distance)
-
-
-def _stripes(x: Coordinate, y: Coordinate, period: float, rng: Generator) -> Region:
-    return phase(x / period) < rng.uniform(0.35, 0.65)
 
 
 def _waves(x: Coordinate, y: Coordinate, period: float, rng: Generator) -> Region:
@@ -65,10 +61,6 @@ def _bricks(x: Coordinate, y: Coordinate, period: float, rng: Generator) -> Regi
     row = np.floor(y / height)
     along = phase(x / (2 * height) + 0.5 * (row % 2)) * 2 * height
     return np.minimum(along, phase(y / height) * height) < line
-
-
-def _rings(x: Coordinate, y: Coordinate, period: float, rng: Generator) -> Region:
-    return phase(np.hypot(x, y) / period) < rng.uniform(0.35, 0.65)
 
 
 def _spokes(x: Coordinate, y: Coordinate, period: float, rng: Generator) -> Region:
@@ -108,12 +100,12 @@ def _scatter(x: Coordinate, y: Coordinate, side: float, rng: Generator) -> tuple
 
 
 PATTERNS: Final[Mapping[str, Pattern]] = {
-    "stripes": _stripes,
+    "stripes": lambda x, y, period, rng: phase(x / period) < rng.uniform(0.35, 0.65),
     "waves": _waves,
     "checker": _checker,
     "grid": _grid,
     "bricks": _bricks,
-    "rings": _rings,
+    "rings": lambda x, y, period, rng: phase(np.hypot(x, y) / period) < rng.uniform(0.35, 0.65),
     "spokes": _spokes,
     "dots": _dots,
     "crosses": _crosses,
@@ -124,25 +116,29 @@ PATTERNS: Final[Mapping[str, Pattern]] = {
 def draw(pattern: Pattern, rng: Generator) -> NDArray[np.uint8]:
     """Draw one picture of a pattern: (32, 32, 3) uint8."""
     angle, (centre_x, centre_y) = rng.uniform(0, 2 * math.pi), rng.uniform(8, 24, 2)
-    cos, sin = math.cos(angle), math.sin(angle)
-    x = cos * (_COLUMN - centre_x) + sin * (_ROW - centre_y)
-    y = cos * (_ROW - centre_y) - sin * (_COLUMN - centre_x)
-    covered = _per_pixel(pattern(x, y, math.exp(rng.uniform(math.log(4.5), math.log(8.0))), rng))
+    x, y = turned(_COLUMN - centre_x, _ROW - centre_y, angle)
+    covered = per_pixel(pattern(x, y, math.exp(rng.uniform(math.log(4.5), math.log(8.0))), rng), _OVERSAMPLING)
     tone_a, tone_b = _two_tones(rng)
     picture = tone_a + (tone_b - tone_a) * covered
     light = x[::_OVERSAMPLING, ::_OVERSAMPLING, None] / IMAGE_SIZE  # from one side
     picture *= 1 + rng.uniform(0, 0.3) * light
     for _ in range(rng.integers(0, 3)):
-        picture += (rng.uniform(0, 1, 3) - picture) * _per_pixel(_patch(rng))
+        picture += (rng.uniform(0, 1, 3) - picture) * per_pixel(_patch(rng), _OVERSAMPLING)
     picture += rng.uniform(0.0, 0.06) * rng.standard_normal(picture.shape)
     image: NDArray[np.uint8] = np.rint(255 * picture.clip(0, 1)).astype(np.uint8)
     return image
 
 
-def _per_pixel(region: Region) -> NDArray[np.float64]:
-    """Return the share of each pixel that a region covers, (32, 32, 1)."""
-    points = region.reshape(IMAGE_SIZE, _OVERSAMPLING, IMAGE_SIZE, _OVERSAMPLING, 1)
-    covered: NDArray[np.float64] = points.mean(axis=(1, 3))
+def turned(x: Coordinate, y: Coordinate, angle: float) -> tuple[Coordinate, Coordinate]:
+    """Return the coordinates of points in axes that are turned by an angle."""
+    cos, sin = math.cos(angle), math.sin(angle)
+    return cos * x + sin * y, cos * y - sin * x
+
+
+def per_pixel(region: Region, num_points: int) -> NDArray[np.float64]:
+    """Return the share of each pixel that a region covers, (H, W, 1), if it has `num_points` points along each axis."""
+    height, width = (length // num_points for length in region.shape)
+    covered: NDArray[np.float64] = region.reshape(height, num_points, width, num_points, 1).mean(axis=(1, 3))
     return covered
 
 

@@ -28,10 +28,8 @@ from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import BASE, Record
 from data_pipeline.core.schema import ImageSize, Schema, Share
 from data_pipeline.sources import LabelColumn, SourceInputs
-from data_pipeline.sources.procedural import DEFAULT_NUM_RECORDS, phase
+from data_pipeline.sources.procedural import DEFAULT_NUM_RECORDS, Coordinate, Region, per_pixel, phase, turned
 
-Coordinate = NDArray[np.float64]  # (H, W): x or y of every point of a picture
-Region = NDArray[np.bool_]  # (H, W): the points that a form covers
 Shape = Callable[[Coordinate, Coordinate], Region]  # of x to the right and y downwards, from -1 to 1 in its square
 Texture = Callable[[Coordinate, Coordinate, Generator], Region]  # of x and y in periods
 
@@ -62,11 +60,6 @@ def _inside(corners: str) -> Shape:
     return shape
 
 
-def _circle(x: Coordinate, y: Coordinate) -> Region:
-    inside: Region = x * x + y * y < 1
-    return inside
-
-
 def _star(num_points: int = 5, inner: float = 0.42) -> Shape:
     radii = [1.05 if corner % 2 == 0 else inner for corner in range(2 * num_points)]
     angles = [math.pi * corner / num_points for corner in range(2 * num_points)]
@@ -88,7 +81,7 @@ SHAPES: Final[Mapping[str, Shape]] = {
         f"-{_THIRD} -1, {_THIRD} -1, {_THIRD} -{_THIRD}, 1 -{_THIRD}, 1 {_THIRD}, {_THIRD} {_THIRD}, "
         f"{_THIRD} 1, -{_THIRD} 1, -{_THIRD} {_THIRD}, -1 {_THIRD}, -1 -{_THIRD}, -{_THIRD} -{_THIRD}"
     ),
-    "circle": _circle,
+    "circle": lambda x, y: x * x + y * y < 1,
     "tee": _inside(
         f"-1 -1, 1 -1, 1 -{_THIRD}, {_THIRD} -{_THIRD}, {_THIRD} 1, -{_THIRD} 1, -{_THIRD} -{_THIRD}, -1 -{_THIRD}"
     ),
@@ -98,18 +91,6 @@ SHAPES: Final[Mapping[str, Shape]] = {
     "five squares": _five_squares,
     "trapezoid": _inside("-1 -1, 1 -1, 0.35 1, -0.35 1"),
 }
-
-
-def _solid(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
-    return np.ones(x.shape, dtype=np.bool_)
-
-
-def _stripes(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
-    return phase(y) < 0.4
-
-
-def _grid(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
-    return np.minimum(phase(x), phase(y)) < 0.3
 
 
 def _honeycomb(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
@@ -124,21 +105,9 @@ def _honeycomb(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
     return np.minimum(*from_centre) > 0.37
 
 
-def _dots(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
-    return np.hypot(phase(x) - 0.5, phase(y) - 0.5) < 0.36
-
-
 def _noise(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
     is_on = rng.random((_NUM_CELLS, _NUM_CELLS)) < 0.5
     return is_on[_cell(y * 3), _cell(x * 3)]
-
-
-def _triangles(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
-    return np.abs(phase(x) - 0.5) < 0.5 * phase(y)
-
-
-def _zigzags(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
-    return phase(y + np.abs(phase(x / 2) - 0.5) * 2) < 0.4
 
 
 def _rain(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
@@ -161,14 +130,14 @@ def _cell(distance: Coordinate) -> NDArray[np.intp]:
 
 
 TEXTURES: Final[Mapping[str, Texture]] = {
-    "solid": _solid,
-    "stripes": _stripes,
-    "grid": _grid,
+    "solid": lambda x, y, rng: np.ones(x.shape, dtype=np.bool_),
+    "stripes": lambda x, y, rng: phase(y) < 0.4,
+    "grid": lambda x, y, rng: np.minimum(phase(x), phase(y)) < 0.3,
     "honeycomb": _honeycomb,
-    "dots": _dots,
+    "dots": lambda x, y, rng: np.hypot(phase(x) - 0.5, phase(y) - 0.5) < 0.36,
     "noise": _noise,
-    "triangles": _triangles,
-    "zigzags": _zigzags,
+    "triangles": lambda x, y, rng: np.abs(phase(x) - 0.5) < 0.5 * phase(y),
+    "zigzags": lambda x, y, rng: phase(y + np.abs(phase(x / 2) - 0.5) * 2) < 0.4,
     "rain": _rain,
     "pluses": _pluses,
 }
@@ -200,15 +169,13 @@ def draw(
         slice(max(0, int(centre - reach)), min(size, int(centre + reach) + 1)) for centre in (centre_y, centre_x)
     )
     column, row = np.meshgrid(*(_points(pixels) for pixels in (columns, rows)))
-    covered = shape(*_turned((column - centre_x) / half, (row - centre_y) / half, turn))
+    covered = shape(*turned((column - centre_x) / half, (row - centre_y) / half, turn))
     period = max(_PERIOD * size / _PUBLISHED_SIZE, _LEAST_PERIOD)
     shift_x, shift_y = rng.uniform(0, 1, 2)
-    x, y = _turned(column / period, row / period, turn_of_texture)
+    x, y = turned(column / period, row / period, turn_of_texture)
     covered &= texture(x + shift_x, y + shift_y, rng)
-    height, width = (length // _OVERSAMPLING for length in covered.shape)
-    share = covered.reshape(height, _OVERSAMPLING, width, _OVERSAMPLING, 1).mean(axis=(1, 3))
     picture = np.full((size, size, 3), _BACKGROUND)
-    picture[rows, columns] += (np.array(colour) - _BACKGROUND) * share
+    picture[rows, columns] += (np.array(colour) - _BACKGROUND) * per_pixel(covered, _OVERSAMPLING)
     image: NDArray[np.uint8] = np.rint(255 * picture).astype(np.uint8)
     return image
 
@@ -216,11 +183,6 @@ def draw(
 def _points(pixels: slice) -> NDArray[np.float64]:
     """Return the points of some pixels along one axis."""
     return (np.arange(pixels.start * _OVERSAMPLING, pixels.stop * _OVERSAMPLING) + 0.5) / _OVERSAMPLING
-
-
-def _turned(x: Coordinate, y: Coordinate, angle: float) -> tuple[Coordinate, Coordinate]:
-    cos, sin = math.cos(angle), math.sin(angle)
-    return cos * x + sin * y, cos * y - sin * x
 
 
 class TrifeatureOptions(Schema):
