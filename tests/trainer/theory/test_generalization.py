@@ -21,6 +21,7 @@ from trainer.theory.framework.figures import draw
 from trainer.theory.generalization.bound import (
     BoundSettings,
     Samples,
+    alignment_bound,
     concentration,
     draw_samples,
     measure_cells,
@@ -398,6 +399,32 @@ def test_a_cell_is_the_theorem_term_by_term() -> None:
     assert len(bounds) > 1
 
 
+def test_theorem_2_equals_a_search_for_its_infimum() -> None:
+    """Compare with pairs of views of each sample, and with the best h of a fine grid, at every epsilon of one cell."""
+    N, gain, strength = 60, 0.1, 3.0
+    settings = BoundSettings(
+        samples_a_class=N, outlier_shares=(0.05,), gains=(gain,), strengths=(strength,), num_epsilons=4
+    )
+    cells = measure_cells(settings, seeds=(2,), device=CPU)
+    reach_N = gain * strength * draw_samples(settings, seeds=(2,), device=CPU).b_SQKN.flatten()
+    place_V = (torch.arange(200, dtype=torch.float64) + 0.5) / 100 - 1
+    phi_NV = reach_N[:, None] * place_V
+    alignment = (2 - 2 * (phi_NV[:, :, None] - phi_NV[:, None]).cos()).mean().item()
+    spread = (2 * reach_N.clamp(max=math.pi / 2).sin()).sort(descending=True).values.tolist()
+    excesses, bounds = [], []
+    for place in (0, 80, 159, 239):
+        epsilon, speed = spread[place], 2 * reach_N.max().item()
+        h = torch.linspace(0, epsilon / (2 * speed), 200_001, dtype=torch.float64)[1:-1]
+        eta = (4 * h.square().clamp(min=1) / (h.square() * (epsilon - 2 * speed * h))).min().item()
+        bound, unaligned = eta * math.sqrt(alignment), sum(one > epsilon for one in spread) / len(spread)
+        excesses.append(unaligned - bound)
+        bounds += [bound] * (unaligned > 0)
+    assert cells["alignment_excess"].item() == pytest.approx(max(excesses), rel=1e-3)
+    assert cells["alignment_bound"].item() == pytest.approx(min(bounds), rel=1e-3)
+    slow = alignment_bound(torch.tensor(2.0), alignment=torch.tensor(0.01), speed=torch.tensor(0.1))
+    assert slow.item() == pytest.approx(0.1 * 4 / 1.8)  # the infimum is at h = 1
+
+
 def test_verdicts_of_planted_cells() -> None:
     cells = measure_cells(TINY_BOUND, seeds=TINY.seeds, device=CPU)
 
@@ -409,6 +436,9 @@ def test_verdicts_of_planted_cells() -> None:
     assert found["error bound"] == found["error bound says something"] == found["the condition is needed"] == "holds"
     assert found["stronger augmentation lets the bound hold"] == found["too strong augmentation"] == "holds"
     assert told(error=cells["error"] + 0.01)["error bound"] == "does not hold"
+    assert found["theorem 2"] == "holds"
+    assert found["theorem 2 says something"] == "does not hold"
+    assert told(alignment_excess=cells["alignment_excess"] + 1e9)["theorem 2"] == "does not hold"
     nowhere = told(met=torch.zeros_like(cells["met"]), bound=torch.ones_like(cells["bound"]))
     assert nowhere["error bound"] == "not decidable here"
     assert nowhere["error bound says something"] == "does not hold"

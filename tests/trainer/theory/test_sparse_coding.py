@@ -17,18 +17,23 @@ from trainer.theory.sparse_coding.model import (
     TRAINING,
     Trained,
     contrast,
+    descend,
     draw_atoms,
     draw_codes,
     masked_views,
     measure_atoms,
     new_learners,
     raise_bias,
+    regress,
     train,
+    train_step,
 )
 from trainer.theory.sparse_coding.settings import (
     MASK_BIAS,
     MASK_LINEAR,
+    MASK_TRAINED,
     NONE_BIAS,
+    SUPERVISED,
     Problem,
     SparseCodingSettings,
     problems,
@@ -152,6 +157,43 @@ def test_closed_form_gradient_equals_autograd(temperature: float, bias_scale: fl
         ours_S, coefficient_SBM = contrast(u_first, u_second, u_negative, bias_S1M, temperature=temperature)
     torch.testing.assert_close(ours_S, loss_S.detach(), rtol=1e-12, atol=0)
     torch.testing.assert_close(-coefficient_SBM.mT @ first, gradient_SMP, rtol=1e-10, atol=1e-13)
+
+
+def test_the_fall_of_trained_biases_and_of_supervised_arms_equals_autograd() -> None:
+    """One step of each learner moves weights and biases down the gradient in float64; a bias stops at 0."""
+    draw = torch.Generator().manual_seed(2)
+    config = SMALL.model_copy(update={"learning_rate": 0.1, "weight_decay": 0.0})
+    problem = problem_of(config)
+    first, second, negative = (torch.randn(1, num, 20, generator=draw, dtype=torch.float64) for num in (6, 6, 9))
+    start_1MP = 0.4 * torch.randn(1, 7, 20, generator=draw, dtype=torch.float64)
+    y_11BK, readout_11MK = (torch.randn(1, 1, num, 3, generator=draw, dtype=torch.float64) for num in (6, 7))
+
+    def features(x: Tensor, weights: Tensor, bias: Tensor) -> Tensor:
+        u = x @ weights.mT
+        return relu(u - bias) - relu(-u - bias)
+
+    for arm in (MASK_TRAINED, SUPERVISED):
+        learners = new_learners([arm], start_1MP, trained_bias_start=0.3)
+        weights, bias = start_1MP.clone().requires_grad_(), learners.bias_SAM[0].clone().requires_grad_()
+        f_first = features(first, weights, bias)
+        if arm.supervised:
+            loss = (y_11BK[0] - f_first @ readout_11MK[0]).square().sum(-1).mean() / 2
+            u = learners.project(first)
+            ours, coefficient, direction = regress(u, learners.bias_SAM[:, :, None], readout_11MK, y_11BK)
+            expected = f_first.detach().mT @ (y_11BK[0] - f_first.detach() @ readout_11MK[0]) / 6
+            torch.testing.assert_close(direction[0], expected)
+            descend(learners, first, u, coefficient, problem=problem, settings=config, step=0)
+        else:
+            f_second, f_negative = (features(x, weights, bias).detach() for x in (second, negative))
+            s = torch.cat([(f_first * f_second).sum(-1, keepdim=True), f_first @ f_negative.mT], dim=-1)
+            loss = cross_entropy(s[0], torch.zeros(6, dtype=torch.long))
+            ours = train_step(learners, (first, second), negative, problem=problem, settings=config, step=0)
+        of_weights, of_bias = torch.autograd.grad(loss, (weights, bias))
+        torch.testing.assert_close(ours[0], loss.detach()[None])
+        torch.testing.assert_close(learners.weights_SQP, start_1MP - 0.1 * of_weights)
+        moved = 0.3 * start_1MP.norm(dim=-1) - 0.1 * of_bias
+        assert (moved - 0.3 * start_1MP.norm(dim=-1)).abs().max() > 1e-4
+        torch.testing.assert_close(learners.bias_SAM[0], moved.clamp(min=0))
 
 
 def test_contrast_of_far_apart_similarities_is_finite() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import pytest
@@ -21,8 +22,15 @@ from trainer.theory.sparse_coding.claims import (
 )
 from trainer.theory.sparse_coding.experiment import EXPERIMENT, train_grid
 from trainer.theory.sparse_coding.model import TRAINING, Trained, draw_atoms, new_learners
-from trainer.theory.sparse_coding.probes import measure, probe_curves
-from trainer.theory.sparse_coding.settings import MASK_BIAS, NONE_BIAS, SparseCodingSettings, problems
+from trainer.theory.sparse_coding.probes import measure, planted_losses, probe_curves
+from trainer.theory.sparse_coding.settings import (
+    MASK_BIAS,
+    MASK_TRAINED,
+    NONE_BIAS,
+    SUPERVISED,
+    SparseCodingSettings,
+    problems,
+)
 
 CPU = torch.device("cpu")
 TINY = SparseCodingSettings(
@@ -87,6 +95,9 @@ def test_metrics_of_planted_neurons() -> None:
         group.bias_SAM = torch.full_like(group.bias_SAM, 0.1)
     found = measure(Trained(atoms_SDP, groups, {}), problem, settings, seeds=settings.seeds)
     assert (found["coverage"] == 4).all()
+    assert (found["neurons_per_atom"] == 1).all()
+    assert found["size_ratio"].sub(1).abs().max() < 1e-5
+    assert found["other_cosine"].max() < 1e-5
     assert found["atoms_per_neuron"].sub(1).abs().max() < 1e-5
     assert (found["active_on_noise"] == 0).all()
     assert (found["active"] - 0.3).abs().max() < 0.05
@@ -105,7 +116,8 @@ def planted_arms(
     loss_SAL = torch.stack([torch.tensor(losses[arm.name]) for arm in problem.arms]).expand(3, num, 4)
     r2_SAC = torch.stack([torch.tensor([0.0, r2[arm.name]]) for arm in problem.arms]) + spread_S[:, None, None]
     ones_SA = torch.ones(3, num)
-    names = ("noise_cosine", "signal_cosine", "active_on_noise", "coverage")
+    names = ("noise_cosine", "signal_cosine", "active_on_noise", "coverage", "atoms_per_neuron", "neurons_per_atom",
+             "size_ratio", "other_cosine", "resemblance")  # fmt: skip
     metrics = dict.fromkeys(names, ones_SA) | {
         "loss_log": loss_SAL,
         "share_log": torch.tensor([0.0, 1.0, 1.0, 1.0]).expand(3, num, 4),
@@ -135,7 +147,7 @@ def verdicts(arms: ArmMetrics) -> dict[str, str]:
 
 
 def verdict_on_the_gap(arms: ArmMetrics) -> str:
-    (result,) = judge_rows(CLAIMS, measure_gaps([arms]))
+    _, result = judge_rows(CLAIMS, measure_gaps([arms]))
     return result.verdict
 
 
@@ -144,6 +156,7 @@ def test_verdicts_of_planted_metrics() -> None:
     assert found["the mask makes the loss higher"] == "holds"
     assert found["low loss without mask"] == found["the lower loss has the worse features"] == "holds"
     assert found["good regression with mask"] == found["the subspace comes first"] == "holds"
+    assert found["low loss with mask"] == "does not hold"  # planted: 3.0 of 3.5
     assert found["noise fires nothing with mask"] == "does not hold"  # planted: all neurons are active on noise
     swapped = GOOD | {"mask, growing bias": 0.3, "no mask, growing bias": 0.9}
     found = verdicts(planted_arms(losses=SETTLED, r2=swapped))
@@ -191,10 +204,41 @@ def test_every_study_runs_and_covers_its_grid(study: str) -> None:
     settings = SparseCodingSettings.model_validate(TINY.model_dump() | {"study": study})
     outcome = EXPERIMENT.run(settings, CPU)
     names = [claim.name for claim in judge("sparse_coding", outcome)]
-    assert len(set(names)) == len(names) == len(outcome.tables["grid"]) == 2
+    assert len(set(names)) == len(names) == 2 * len(outcome.tables["grid"]) == 4  # the gap and the loss of each problem
     (figure,) = outcome.figures.values()
     if study == "noise":
         assert draw(figure)[:4] == b"\x89PNG"
+
+
+def test_planted_atoms_have_a_low_loss_if_noise_is_weak_and_codes_differ() -> None:
+    """With codes that nearly never repeat and little noise, planted atoms tell examples apart; the floor is exact."""
+    settings = SparseCodingSettings(study="planted", num_features=24, feature_probability=0.4, noise_variance=1e-4,
+                                    pixels_per_feature=64, feature_counts=(24,), num_seeds=3)  # fmt: skip
+    (problem,) = problems(settings)
+    clear = planted_losses(problem, seeds=settings.seeds, device=CPU)
+    assert (clear["planted"] < 0.05).all()
+    assert (clear["floor"] <= clear["planted"]).all()
+    noisy = planted_losses(dataclasses.replace(problem, noise_variance=9.0), seeds=settings.seeds, device=CPU)
+    assert (noisy["planted"] > 0.9).all()
+    torch.testing.assert_close(noisy["floor"], clear["floor"])
+    silent = dataclasses.replace(problem, feature_probability=0.0)
+    alike = planted_losses(silent, seeds=settings.seeds, device=CPU)["floor"]
+    torch.testing.assert_close(alike, torch.ones_like(alike))
+
+
+def test_a_supervised_arm_resembles_itself_and_learns_its_labels() -> None:
+    settings = SparseCodingSettings.model_validate(
+        TINY.model_dump()
+        | {"study": "biases", "num_steps": 100, "num_logs": 100, "learning_rate": 0.5, "noise_variance": 0.01}
+    )
+    (arms,) = train_grid(settings, CPU)
+    assert (arms.of(SUPERVISED, "resemblance") > 1 - 1e-5).all()
+    assert (arms.of(MASK_TRAINED, "resemblance") < 0.999).all()
+    first = arms.problem.first_loss_of(SUPERVISED)
+    assert arms.of(SUPERVISED, "loss_log")[:, 0].mean().item() == pytest.approx(first, rel=0.2)
+    assert (arms.of(SUPERVISED, "loss") < 0.5 * first).all()
+    outcome = EXPERIMENT.run(settings.model_copy(update={"num_steps": 8}), CPU)
+    assert len(judge("sparse_coding", outcome)) == 4
 
 
 @pytest.mark.slow
@@ -211,7 +255,7 @@ def test_eight_steps_decide_nothing_on_training() -> None:
     outcome = EXPERIMENT.run(TINY, CPU)
     assert {draw(figure)[:4] for figure in outcome.figures.values()} == {b"\x89PNG"}
     claims = judge("sparse_coding", outcome)
-    assert len(claims) == 14
+    assert len(claims) == 19
     assert {claim.verdict for claim in claims} == {"not decidable here"}
 
 

@@ -116,6 +116,19 @@ def centre_condition(rho: Tensor, *, centre_shrinkage: Tensor) -> Tensor:
     return 1 - rho - (2 * rho).sqrt() - centre_shrinkage / 2
 
 
+def alignment_bound(epsilon: Tensor, *, alignment: Tensor, speed: Tensor) -> Tensor:
+    """Return the bound on R_epsilon of Theorem 2, eta(epsilon) sqrt(alignment); inf for an epsilon of 0.
+
+    eta is the infimum of 4 max(1, h^2) / (h^2 (epsilon - 2 speed h)) over 0 < h < epsilon / (2 speed): the paper's for
+    one transform with one parameter in [0, 1]. `speed` is a Lipschitz constant of the embedding of a view in that
+    parameter, L M in the paper; `alignment` is E|f1 - f2|^2. The infimum is at h = 1 or at the maximum of
+    h^2 (epsilon - 2 speed h).
+    """
+    h = (epsilon / (3 * speed)).clamp(max=1)
+    eta = 4 / (h**2 * (epsilon - 2 * speed * h))
+    return torch.where(epsilon > 0, eta * alignment.sqrt(), torch.inf)
+
+
 def measure_cells(settings: BoundSettings, *, seeds: Sequence[int], device: torch.device) -> dict[str, Tensor]:
     """Return the true error and the terms of the bound in every cell (S, Q, G, T).
 
@@ -128,6 +141,8 @@ def measure_cells(settings: BoundSettings, *, seeds: Sequence[int], device: torc
         positive if the condition is met.
     centre_shrinkage: Delta = 1 - min_k |mu_k|^2.
     closest: the greatest mu_k.mu_l.
+    alignment_excess: the greatest R_epsilon less its bound in Theorem 2, over `num_epsilons` quantiles of the spread.
+    alignment_bound: the least such bound, over those with R_epsilon > 0.
     sigma_at_0: share of the largest subset in which every two samples have a view in common.
     """
     samples = draw_samples(settings, seeds=seeds, device=device)
@@ -167,11 +182,19 @@ def _at_strength(settings: BoundSettings, samples: Samples, strength: float) -> 
         2 * (reach_SQGKN.flatten(-2).clamp(max=math.pi / 2)).sin()
     )  # a chord: how far apart views of a sample are
     total = spread_SQGM.shape[-1]
-    most = int(settings.largest_unaligned_share * total)
-    place_E = torch.linspace(0, most, settings.num_epsilons, device=device).round().long()
-    epsilon_SQGE = spread_SQGM.sort(-1, descending=True).values[..., place_E]
-    # R_epsilon counts spreads above epsilon. A spread that equals epsilon is not above it.
-    unaligned_SQGE = (spread_SQGM[..., None, :] > epsilon_SQGE[..., None]).double().mean(-1)
+
+    def unaligned(most: int) -> tuple[Tensor, Tensor]:
+        """Return the spreads at places 0 to `most`, the widest first, and the share above each, (S, Q, G, E)."""
+        place_E = torch.linspace(0, most, settings.num_epsilons, device=device).round().long()
+        epsilon_SQGE = spread_SQGM.sort(-1, descending=True).values[..., place_E]
+        return epsilon_SQGE, (spread_SQGM[..., None, :] > epsilon_SQGE[..., None]).double().mean(-1)
+
+    epsilon_SQGE, unaligned_SQGE = unaligned(int(settings.largest_unaligned_share * total))
+    anywhere_SQGE, share_SQGE = unaligned(total - 1)
+    # E|f1 - f2|^2 of two views with uniform parameters. The parameter moves phi by at most twice the greatest reach.
+    alignment_SQG1 = 2 * (1 - shrunk_SQGKN.square()).mean((-2, -1))[..., None]
+    speed_SQG1 = 2 * reach_SQGKN.amax((-2, -1))[..., None]
+    limit_SQGE = alignment_bound(anywhere_SQGE, alignment=alignment_SQG1, speed=speed_SQG1)
 
     lipschitz_G = (1 + gain_G**2).sqrt()
     sigma_SQGWE = sigma_SQW[:, :, None, :, None]
@@ -193,5 +216,7 @@ def _at_strength(settings: BoundSettings, samples: Samples, strength: float) -> 
         "slack": best_slack_SQG,
         "centre_shrinkage": shrinkage_SQG,
         "closest": closest_SQG,
+        "alignment_excess": (share_SQGE - limit_SQGE).amax(-1),
+        "alignment_bound": limit_SQGE.masked_fill(share_SQGE == 0, torch.inf).amin(-1),
         "sigma_at_0": sigma_SQW[:, :, None, 0].expand_as(error_SQG),
     }

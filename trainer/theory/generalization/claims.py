@@ -121,6 +121,10 @@ def measure_bound(
     measured = {
         "error bound": _greatest(excess, "cells") if len(excess) else unmet,
         "error bound says something": share_of(met & (value < 1 - 1 / bound.num_classes)),
+        "theorem 2": _greatest(found["alignment_excess"], "cells"),
+        "theorem 2 says something": Measurement(
+            exact_interval(found["alignment_bound"].min().item(), kind=f"least of {met.numel()} cells")
+        ),
         "error bound is attained": share_of(met & (error > 0) & (error >= value - ROUNDING)),
         "the condition is needed": share_of(~met & (error > found["unconditional"] + ROUNDING)),
         "stronger augmentation lets the bound hold": best_less(0, met),

@@ -14,8 +14,11 @@ from trainer.theory.framework.claim import Measurement
 from trainer.theory.sparse_coding.settings import (
     MASK_BIAS,
     MASK_LINEAR,
+    MASK_TRAINED,
     NONE_BIAS,
     NONE_LINEAR,
+    NONE_TRAINED,
+    SUPERVISED,
     LearnerKind,
     Problem,
     SparseCodingSettings,
@@ -47,8 +50,9 @@ class ArmMetrics:
 
     def untrained(self, arms: Sequence[LearnerKind]) -> str:
         """Return a text that names the arms of which a seed has not trained or still trains; "" if there are none."""
-        start, told = self.problem.first_loss, []
+        told = []
         for arm in arms:
+            start = self.problem.first_loss_of(arm)
             loss_SL = self.of(arm, "loss_log")
             fall_S = start - loss_SL[:, -1]
             late_S = loss_SL[:, loss_SL.shape[1] * 3 // 4 - 1] - loss_SL[:, -1]
@@ -89,10 +93,15 @@ def measure_arms(arms: ArmMetrics, settings: SparseCodingSettings) -> tuple[dict
         "atoms missed without mask": (of(NONE_BIAS, "coverage") / D, [NONE_BIAS]),
         "the mask makes the loss higher": (of(MASK_BIAS, "loss") - of(NONE_BIAS, "loss"), [MASK_BIAS, NONE_BIAS]),
         "the lower loss has the worse features": (of(MASK_BIAS, "r2") - of(NONE_BIAS, "r2"), [MASK_BIAS, NONE_BIAS]),
+        "low loss with mask": (of(MASK_BIAS, "loss") / problem.first_loss, [MASK_BIAS]),
         "signal decides with mask": (of(MASK_BIAS, "signal_cosine"), [MASK_BIAS]),
         "good regression with mask": (of(MASK_BIAS, "r2") - problem.linear_ceiling, [MASK_BIAS]),
         "few labels are enough with mask": (of(MASK_BIAS, "r2_labels")[:, few] - raw_few_S, [MASK_BIAS]),
         "every atom is covered with mask": (of(MASK_BIAS, "coverage"), [MASK_BIAS]),
+        "a neuron has few atoms": (of(MASK_BIAS, "atoms_per_neuron"), [MASK_BIAS]),
+        "an atom has few neurons": (of(MASK_BIAS, "neurons_per_atom") * D / problem.num_neurons, [MASK_BIAS]),
+        "features have one size": (of(MASK_BIAS, "size_ratio"), [MASK_BIAS]),
+        "other atoms are weak": (of(MASK_BIAS, "other_cosine") * D**0.5, [MASK_BIAS]),
         "noise fires nothing with mask": (of(MASK_BIAS, "active_on_noise"), [MASK_BIAS]),
         "single atoms need the bias": (
             of(MASK_BIAS, "cosine_log")[:, -1] - of(MASK_LINEAR, "cosine_log")[:, -1],
@@ -115,21 +124,45 @@ def measure_arms(arms: ArmMetrics, settings: SparseCodingSettings) -> tuple[dict
     return {name: _unless_untrained(values_S, arms, kinds) for name, (values_S, kinds) in found.items()}, words
 
 
+def measure_biases(arms: ArmMetrics, settings: SparseCodingSettings) -> dict[str, Measurement]:
+    """Return the measurements of trained biases, and of the likeness of contrastive and supervised neurons."""
+
+    def last(arm: LearnerKind, name: str) -> Tensor:
+        return arms.of(arm, f"{name}_log")[:, -1]
+
+    start = settings.trained_bias_start
+    resemblance_S = arms.of(MASK_TRAINED, "resemblance") - arms.of(NONE_TRAINED, "resemblance")
+    single_S = last(MASK_TRAINED, "cosine") - last(MASK_LINEAR, "cosine")
+    found: dict[str, tuple[Tensor, Sequence[LearnerKind]]] = {
+        "trained biases rise with mask": (last(MASK_TRAINED, "bias") - start, [MASK_TRAINED]),
+        "trained biases fall without mask": (last(NONE_TRAINED, "bias") - start, [NONE_TRAINED]),
+        "trained biases find single atoms": (single_S, [MASK_TRAINED, MASK_LINEAR]),
+        "neurons resemble supervised ones": (resemblance_S, [MASK_TRAINED, NONE_TRAINED, SUPERVISED]),
+    }
+    return {name: _unless_untrained(values_S, arms, kinds) for name, (values_S, kinds) in found.items()}
+
+
 def measure_gaps(grid: Sequence[ArmMetrics]) -> dict[str, Sequence[Measurement]]:
-    """Return how much better features are with the mask, for each problem."""
-    return {"the mask helps at {where}": [_gap(arms) for arms in grid]}
+    """Return how much better features are with the mask, and the loss with the mask, for each problem."""
+    gaps, losses = [], []
+    for arms in grid:
+        words = problem_words(arms.problem) | {
+            "losses": " and ".join(f"{arms.of(arm, 'loss').mean():.2f}" for arm in arms.problem.arms)
+        }
+        gap_S = arms.of(MASK_BIAS, "r2") - arms.of(NONE_BIAS, "r2")
+        gaps.append(_unless_untrained(gap_S, arms, arms.problem.arms, words))
+        loss_S = arms.of(MASK_BIAS, "loss") / arms.problem.first_loss
+        losses.append(_unless_untrained(loss_S, arms, [MASK_BIAS], words))
+    return {"the mask helps at {where}": gaps, "low loss at {where}": losses}
 
 
-def _gap(arms: ArmMetrics) -> Measurement:
-    problem = arms.problem
-    words = {
-        "where": f"D={problem.num_features}, P={problem.num_pixels}, sigma^2={problem.noise_variance:g}",
+def problem_words(problem: Problem) -> dict[str, object]:
+    """Return the words of the claims that are made at each problem of a grid."""
+    return {
+        "where": f"D={problem.num_features}, P={problem.num_pixels}, sigma^2={problem.noise_variance:.4g}",
         "bias_over_noise": problem.bias_over_noise,
         "noise_over_signal": problem.noise_over_signal,
-        "losses": " and ".join(f"{arms.of(arm, 'loss').mean():.2f}" for arm in problem.arms),
     }
-    gap_S = arms.of(MASK_BIAS, "r2") - arms.of(NONE_BIAS, "r2")
-    return _unless_untrained(gap_S, arms, problem.arms, words)
 
 
 def _unless_untrained(

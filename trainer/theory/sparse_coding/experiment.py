@@ -1,8 +1,9 @@
 """Run the experiment on contrastive learning of sparse coding data, with and without a random mask (Wen and Li 2021).
 
 Without a mask the two views are equal. They share their noise, which tells one example from another, so the loss
-becomes small and the features are bad. Two disjoint halves of an example share no noise. So with a mask the loss stays
-high, and the neurons find the atoms: one or a few each, after their bias has grown. The features of an arm that has not
+becomes small and the features are bad. Two disjoint halves of an example share no noise. So with a mask the neurons
+find the atoms: one or a few each, after their bias has grown. The paper proves that the loss becomes small with a mask,
+too. With few atoms it cannot, because many examples have the same code or none. The features of an arm that has not
 trained are bad too. So tables give the loss with every metric, and a claim on such an arm is not decided.
 
 Legend: S seeds, A arms, X places on a horizontal axis, M neurons, D features.
@@ -15,12 +16,20 @@ from typing import Any
 
 import torch
 
-from trainer.theory.framework.experiment import Experiment, Outcome, Tensors, in_blocks, require_finite
+from trainer.theory.framework.claim import Measurement, mean_entries
+from trainer.theory.framework.experiment import Experiment, Outcome, Tensors, in_blocks, on_cpu, require_finite
 from trainer.theory.framework.figures import Curve, Panel, PanelGrid, mean_curve
-from trainer.theory.sparse_coding.claims import ArmMetrics, measure_arms, measure_gaps
+from trainer.theory.sparse_coding.claims import (
+    ArmMetrics,
+    measure_arms,
+    measure_biases,
+    measure_gaps,
+    problem_words,
+)
 from trainer.theory.sparse_coding.model import train
-from trainer.theory.sparse_coding.probes import measure
+from trainer.theory.sparse_coding.probes import measure, planted_losses
 from trainer.theory.sparse_coding.settings import (
+    ARMS,
     MASK_BIAS,
     NONE_BIAS,
     Problem,
@@ -37,12 +46,27 @@ def run(settings: SparseCodingSettings, device: torch.device) -> Outcome:
 
     Raises `UserError` if a training diverged.
     """
+    if settings.study == "planted":
+        return _planted(settings, device)
     grid = train_grid(settings, device)
     tables: dict[str, Any] = {"grid": [_table(arms, settings) for arms in grid]}
-    if settings.study != "arms":
+    if settings.study not in ARMS:
         return Outcome(measure_gaps(grid), {}, _grid_figures(grid, settings), tables)
-    measured, words = measure_arms(grid[0], settings)
-    return Outcome(measured, words, _arm_figures(grid[0], settings), tables)
+    figures = _arm_figures(grid[0], settings)
+    if settings.study == "biases":
+        return Outcome(measure_biases(grid[0], settings), {}, figures, tables)
+    return Outcome(*measure_arms(grid[0], settings), figures, tables)
+
+
+def _planted(settings: SparseCodingSettings, device: torch.device) -> Outcome:
+    """Return the losses of planted atoms for each number of features."""
+    losses, table = [], []
+    for problem in problems(settings):
+        found = on_cpu(planted_losses(problem, seeds=settings.seeds, device=device))
+        entries = mean_entries("planted", found["planted"]) | mean_entries("floor", found["floor"])
+        losses.append(Measurement(found["planted"], problem_words(problem) | {"floor": entries["floor"]}))
+        table.append({"num_features": problem.num_features, "num_pixels": problem.num_pixels} | entries)
+    return Outcome({"low loss of planted atoms at {where}": losses}, tables={"planted": table})
 
 
 def train_grid(settings: SparseCodingSettings, device: torch.device) -> list[ArmMetrics]:
@@ -65,8 +89,10 @@ def train_grid(settings: SparseCodingSettings, device: torch.device) -> list[Arm
 
 def _table(arms: ArmMetrics, settings: SparseCodingSettings) -> dict[str, Any]:
     """Return the ratios of one problem, and mean and standard deviation of each arm's metrics."""
-    single = ("noise_cosine", "signal_cosine", "active", "active_on_noise", "coverage", "atoms_per_neuron", "r2",
-              "accuracy", "loss")  # fmt: skip
+    single = ["noise_cosine", "signal_cosine", "active", "active_on_noise", "coverage", "atoms_per_neuron",
+              "neurons_per_atom", "size_ratio", "other_cosine", "r2", "accuracy", "loss"]  # fmt: skip
+    if arms.problem.arms[-1].supervised:
+        single.append("resemblance")
     rows: dict[str, Any] = {}
     for arm in arms.problem.arms:
         values = {name: arms.of(arm, name) for name in single}
@@ -94,7 +120,7 @@ def _table(arms: ArmMetrics, settings: SparseCodingSettings) -> dict[str, Any]:
 def _arm_figures(arms: ArmMetrics, settings: SparseCodingSettings) -> dict[str, PanelGrid]:
     problem, counts = arms.problem, settings.label_counts
     steps = [problem.log_every * (place + 1) for place in range(arms.metrics["loss_log"].shape[-1])]
-    start = arms.of(MASK_BIAS, "bias_start").double().mean().item()
+    start = arms.of(problem.arms[0], "bias_start").double().mean().item()
     training = [
         Panel(
             title,

@@ -30,15 +30,16 @@ from trainer.views.random_mask import coins
 
 # Purposes of `counter_rng` (the mask has 0), and numbers of views that separate training and probes.
 _NOISE, _CODE, _WEIGHTS, _ATOMS = range(1, 5)
+_LABELS, _SUPERVISED, _READOUT = range(7, 10)  # probes have 6
 TRAINING, PROBES = range(2)
 
 _LEAST_EXPONENT = -60.0
 
 
-def draw_atoms(keys: DrawKeys, *, num_features: int, num_pixels: int) -> Tensor:
+def draw_atoms(keys: DrawKeys, *, num_features: int, num_pixels: int, purpose: int = _ATOMS) -> Tensor:
     """Draw random atoms (S, D, P) float64. Their rows are orthonormal: they are the columns of M in the paper."""
     D, P = num_features, num_pixels
-    q_SPD, _ = torch.linalg.qr(normal(keys, P * D, purpose=_ATOMS).double().view(-1, P, D))
+    q_SPD, _ = torch.linalg.qr(normal(keys, P * D, purpose=purpose).double().view(-1, P, D))
     atoms_SDP: Tensor = q_SPD.mT.contiguous()
     return atoms_SDP
 
@@ -97,7 +98,8 @@ class Learners:
     """Weights, bias and the stage of the bias, of arms that see the same views."""
 
     arms: tuple[LearnerKind, ...]
-    biased_A: Tensor
+    growing_A: Tensor
+    trained_A: Tensor
     weights_SQP: Tensor
     bias_SAM: Tensor
     first_norm_SAM: Tensor
@@ -116,15 +118,19 @@ class Learners:
         return torch.bmm(x_SBP, self.weights_SQP.mT).view(S, -1, A, M).transpose(1, 2)
 
 
-def new_learners(arms: Sequence[LearnerKind], weights_SMP: Tensor) -> Learners:
-    """Return learners without a bias, with the same weights for every arm."""
+def new_learners(arms: Sequence[LearnerKind], weights_SMP: Tensor, *, trained_bias_start: float = 0.0) -> Learners:
+    """Return learners with the same weights for every arm. A trained bias has its start, others are 0."""
     weights_SAMP = weights_SMP[:, None].repeat(1, len(arms), 1, 1)
     norm_SAM = weights_SAMP.norm(dim=-1)
+    growing_A, trained_A = (
+        torch.tensor([arm.bias == bias for arm in arms], device=norm_SAM.device) for bias in ("growing", "trained")
+    )
     return Learners(
         arms=tuple(arms),
-        biased_A=torch.tensor([arm.biased for arm in arms], device=weights_SMP.device),
+        growing_A=growing_A,
+        trained_A=trained_A,
         weights_SQP=weights_SAMP.flatten(1, 2),
-        bias_SAM=torch.zeros_like(norm_SAM),
+        bias_SAM=trained_bias_start * norm_SAM * trained_A[:, None],
         first_norm_SAM=norm_SAM,
         norm_SAM=norm_SAM,
         start_SA=torch.full_like(norm_SAM[..., 0], -1, dtype=torch.long),
@@ -147,32 +153,64 @@ def train_step(
     loss_SA, coefficient_SABM = contrast(
         u_first, u_second, u_negative, learners.bias_SAM[:, :, None], temperature=settings.temperature
     )
+    descend(learners, first_SBP, u_first, coefficient_SABM, problem=problem, settings=settings, step=step)
+    return loss_SA
+
+
+def regress(u: Tensor, bias: Tensor, readout: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss of labels y (..., B, K) that are read from features, and its descent directions.
+
+    The loss is the mean over examples of |y - f readout|^2 / 2, (...). The directions are the coefficients (..., B, M)
+    as in `contrast`, and that of the readout (..., M, K).
+    """
+    features, num = soft_threshold(u, bias), u.shape[-2]
+    error = y - features @ readout
+    coefficient = (error @ readout.mT) * (u.abs() >= bias) / num
+    return error.square().sum(-1).mean(-1) / 2, coefficient, features.mT @ error / num
+
+
+def descend(
+    learners: Learners,
+    x_SBP: Tensor,
+    u_SABM: Tensor,
+    coefficient_SABM: Tensor,
+    *,
+    problem: Problem,
+    settings: SparseCodingSettings,
+    step: int,
+) -> None:
+    """Move the weights and the trained biases down the gradient, then raise growing biases, in place.
+
+    The features of x fall by sign(u) with the bias, so its gradient is sum_b coefficient_bm sign(u_bm).
+    """
     coefficient_SBQ = coefficient_SABM.transpose(1, 2).flatten(2)
     rate = settings.learning_rate
-    learners.weights_SQP.baddbmm_(coefficient_SBQ.mT, first_SBP, beta=1 - rate * settings.weight_decay, alpha=rate)
+    learners.weights_SQP.baddbmm_(coefficient_SBQ.mT, x_SBP, beta=1 - rate * settings.weight_decay, alpha=rate)
+    fall_SAM = rate * (coefficient_SABM * u_SABM.sign()).sum(2) * learners.trained_A[:, None]
+    learners.bias_SAM = (learners.bias_SAM - fall_SAM).clamp_(min=0)
     norm_SAM = learners.weights_by_arm.norm(dim=-1)
     raise_bias(learners, norm_SAM, problem=problem, settings=settings, step=step)
-    return loss_SA
 
 
 def raise_bias(
     learners: Learners, norm_SAM: Tensor, *, problem: Problem, settings: SparseCodingSettings, step: int
 ) -> None:
-    """Set the bias of an arm when all its neurons have grown. Then raise it, and keep it in proportion to the norm."""
+    """Set a growing bias when all neurons have grown. Then raise it, and keep it in proportion to the norm."""
     bias_SAM, old_SAM = learners.bias_SAM, learners.norm_SAM
     started_SA1 = learners.start_SA[..., None] >= 0
     factor_SAM = torch.clamp(norm_SAM / old_SAM, min=1 + settings.learning_rate / problem.num_features)
     raised_SAM = torch.minimum(bias_SAM * factor_SAM, problem.bias_cap * norm_SAM)
     grown_SA = (norm_SAM >= settings.bias_growth_start * learners.first_norm_SAM).all(-1)
-    set_SA1 = grown_SA[..., None] & learners.biased_A[:, None] & ~started_SA1
-    learners.bias_SAM = torch.where(set_SA1, problem.bias_first * norm_SAM, raised_SAM)
+    set_SA1 = grown_SA[..., None] & learners.growing_A[:, None] & ~started_SA1
+    grown_SAM = torch.where(set_SA1, problem.bias_first * norm_SAM, raised_SAM)
+    learners.bias_SAM = torch.where(learners.trained_A[:, None], bias_SAM, grown_SAM)
     learners.start_SA = torch.where(set_SA1[..., 0], step, learners.start_SA)
     learners.norm_SAM = norm_SAM
 
 
 @dataclass
 class Trained:
-    """Trained arms. `groups` are masked and unmasked arms.
+    """Trained arms. `groups` are masked, unmasked and supervised arms.
 
     `logs` are loss_log and, after each logged step, the means of `measure_atoms`: share_log, cosine_log and bias_log.
     They are (S, A, L), in the order of `problem.arms`. The loss is the mean since the last logged step.
@@ -201,17 +239,29 @@ def atom_cosines(learners: Learners, atoms_SDP: Tensor) -> Tensor:
 
 
 def train(problem: Problem, settings: SparseCodingSettings, *, seeds: Sequence[int], device: torch.device) -> Trained:
-    """Train every arm of every seed on the same draws."""
+    """Train every arm of every seed on the same draws.
+
+    A supervised arm sees unmasked examples with D labels, a random rotation of their codes. Its first weights are other
+    ones, so that it resembles no arm by them.
+    """
     keys = draw_keys(seeds, device, view=TRAINING)
     D, P, M = problem.num_features, problem.num_pixels, problem.num_neurons
     atoms_SDP = draw_atoms(keys, num_features=D, num_pixels=P).float()
-    weights_SMP = normal(keys, M * P, purpose=_WEIGHTS).view(-1, M, P)
-    weights_SMP *= settings.initial_scale / math.sqrt(P)
+
+    def small(num: int, purpose: int) -> Tensor:
+        return normal(keys, M * num, purpose=purpose).view(-1, M, num) * (settings.initial_scale / math.sqrt(num))
+
     groups = [
-        new_learners(arms, weights_SMP)
-        for masked in (True, False)
-        if (arms := [arm for arm in problem.arms if arm.masked == masked])
+        new_learners(
+            arms,
+            small(P, _SUPERVISED if supervised else _WEIGHTS),
+            trained_bias_start=settings.trained_bias_start,
+        )
+        for masked, supervised in ((True, False), (False, False), (False, True))
+        if (arms := [arm for arm in problem.arms if (arm.masked, arm.supervised) == (masked, supervised)])
     ]
+    rotation_SDD = draw_atoms(keys, num_features=D, num_pixels=D, purpose=_LABELS).float()
+    readout_SAMD = small(D, _READOUT)[:, None]
     assert [arm for group in groups for arm in group.arms] == list(problem.arms)
     logs: dict[str, list[Tensor]] = {name: [] for name in ("loss_log", "share_log", "cosine_log", "bias_log")}
     losses = torch.zeros(len(atoms_SDP), len(problem.arms), device=device)
@@ -223,10 +273,17 @@ def train(problem: Problem, settings: SparseCodingSettings, *, seeds: Sequence[i
         positive_SBP, negative_SNP = x_SNP[:, : problem.num_positives], x_SNP[:, problem.num_positives :]
         step_losses = []
         for group in groups:
-            views = (positive_SBP, positive_SBP)
-            if group.arms[0].masked:
-                views = masked_views(positive_SBP, keys)
-            step_losses.append(train_step(group, views, negative_SNP, problem=problem, settings=settings, step=step))
+            if group.arms[0].supervised:
+                u_SANM, y_SAND = group.project(x_SNP), torch.bmm(z_SND, rotation_SDD)[:, None]
+                loss_SA, coefficient_SANM, direction_SAMD = regress(
+                    u_SANM, group.bias_SAM[:, :, None], readout_SAMD, y_SAND
+                )
+                descend(group, x_SNP, u_SANM, coefficient_SANM, problem=problem, settings=settings, step=step)
+                readout_SAMD = readout_SAMD + settings.learning_rate * direction_SAMD
+            else:
+                views = masked_views(positive_SBP, keys) if group.arms[0].masked else (positive_SBP, positive_SBP)
+                loss_SA = train_step(group, views, negative_SNP, problem=problem, settings=settings, step=step)
+            step_losses.append(loss_SA)
         losses += torch.cat(step_losses, dim=1)
         if (step + 1) % problem.log_every == 0:
             measured = zip(*(measure_atoms(group, atoms_SDP) for group in groups), strict=True)

@@ -1,4 +1,6 @@
-"""Measure the trained sparse coding model: cosines to signal and noise, active neurons, probes on labels.
+"""Measure the trained sparse coding model: cosines to signal and noise, sizes of features, probes on labels.
+
+`planted_losses` measures how low the loss of the model can be, without training.
 
 Legend: S seeds, A arms, M neurons, D features, P pixels, T items, C label counts, K targets.
 """
@@ -10,15 +12,19 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity
+from torch.nn.functional import cosine_similarity, normalize
 
 from data_pipeline.core.counter_rng import normal
 from trainer.theory.framework.experiment import draw_keys
 from trainer.theory.sparse_coding.model import (
     PROBES,
+    TRAINING,
     Trained,
     atom_cosines,
+    contrast,
+    draw_atoms,
     draw_parts,
+    masked_views,
     soft_threshold,
 )
 from trainer.theory.sparse_coding.settings import Problem, SparseCodingSettings
@@ -34,6 +40,9 @@ _RIDGE: Final = (
 )  # penalties to try, in units of the mean diagonal of the Gram matrix
 _CHUNK: Final = 1024  # items at a time
 _COVERED: Final = 0.5  # a neuron covers an atom if their |cosine| is larger
+_NORMS: Final = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 9.0)  # of planted neurons
+_BIASES: Final = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)  # of planted neurons, in units of their norm
+_MOST_POSITIVES: Final = 256  # of planted neurons
 
 
 def measure(
@@ -42,7 +51,12 @@ def measure(
     """Return all metrics of trained arms, (S, A, ...), on new items. All arms see the same items.
 
     Metrics that end in `_labels` are (..., C). Metrics that begin with `raw_` are of x itself, with A = 1. The labels
-    are y = <w*, z> with a Gaussian w*, and sign(y) if y != 0.
+    are y = <w*, z> with a Gaussian w*, and sign(y) if y != 0. If the last arm is supervised, `resemblance` is the mean
+    over neurons of the largest |cosine| to a neuron of that arm.
+
+    A neuron covers an atom if their |cosine| exceeds 0.5. `neurons_per_atom` is the most neurons that cover one atom,
+    `size_ratio` the largest over the smallest |<w, atom>| of such pairs, and `other_cosine` the root mean square of the
+    cosines of all other pairs.
     """
     atoms_SDP = trained.atoms_SDP
     num_items = settings.label_counts[-1] + 2 * settings.num_test_items
@@ -74,15 +88,33 @@ def measure(
     seen_SA = sums.pop("seen")
     found = {name: total_SA / num_items for name, total_SA in sums.items()}
     found["signal_cosine"] = sums["signal_cosine"] / seen_SA
-    share_SAM = cosine_SAMD.square().sum(-1)
+    square_SAMD, covers_SAMD = cosine_SAMD.square(), cosine_SAMD > _COVERED
+    size_SAMD = cosine_SAMD * torch.cat([group.norm_SAM for group in trained.groups], dim=1)[..., None]
+    smallest_SA = size_SAMD.masked_fill(~covers_SAMD, torch.inf).amin((-2, -1))
     found |= {
-        "coverage": (cosine_SAMD.amax(2) > _COVERED).sum(-1).float(),
-        "atoms_per_neuron": (share_SAM.square() / cosine_SAMD.pow(4).sum(-1)).mean(-1),
+        "coverage": covers_SAMD.any(2).sum(-1).float(),
+        "atoms_per_neuron": (square_SAMD.sum(-1).square() / square_SAMD.square().sum(-1)).mean(-1),
+        "neurons_per_atom": covers_SAMD.sum(2).amax(-1).float(),
+        "size_ratio": (size_SAMD * covers_SAMD).amax((-2, -1)) / smallest_SA,
+        "other_cosine": ((square_SAMD * ~covers_SAMD).sum((-2, -1)) / (~covers_SAMD).sum((-2, -1))).sqrt(),
         "bias_start": torch.cat([group.start_SA for group in trained.groups], dim=1),
     }
     for prefix, x_SATM in (("", torch.cat(features, dim=2)), ("raw_", torch.cat(inputs, dim=1)[:, None])):
         found[f"{prefix}r2_labels"], found[f"{prefix}accuracy_labels"] = probe_curves(
             x_SATM, target_STK[:, None], counts=settings.label_counts, num_test=settings.num_test_items
+        )
+    if trained.groups[-1].arms[0].supervised:
+        supervised_SQP = normalize(trained.groups[-1].weights_SQP, dim=-1)
+        found["resemblance"] = torch.cat(
+            [
+                torch.bmm(normalize(group.weights_SQP, dim=-1), supervised_SQP.mT)
+                .abs()
+                .amax(-1)
+                .view_as(group.bias_SAM)
+                .mean(-1)
+                for group in trained.groups
+            ],
+            dim=1,
         )
     return found | trained.logs
 
@@ -91,6 +123,36 @@ def _features(trained: Trained, x_STP: Tensor) -> Tensor:
     """Return f(x) of every arm, (S, A, T, M)."""
     parts = [soft_threshold(group.project(x_STP), group.bias_SAM[:, :, None]) for group in trained.groups]
     return torch.cat(parts, dim=1)
+
+
+def planted_losses(problem: Problem, *, seeds: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    """Return losses with the mask that the model can have, over `Problem.first_loss`, (S,) each.
+
+    planted: the loss of neurons that equal the atoms, at the norm and the bias at which its mean over seeds is lowest.
+    floor: mean log(1 + n), where n is the number of negatives with the code of the positive. No similarity of two codes
+        has a lower loss.
+    """
+    keys = draw_keys(seeds, device, view=TRAINING)
+    atoms_SDP = draw_atoms(keys, num_features=problem.num_features, num_pixels=problem.num_pixels).float()
+    B = min(problem.num_positives, _MOST_POSITIVES)
+    z_STD, noise_STP = draw_parts(keys, B + problem.num_negatives, problem=problem)
+    x_STP = torch.baddbmm(noise_STP, z_STD, atoms_SDP)
+    u_first, u_second, u_negative = (
+        torch.bmm(part, atoms_SDP.mT) for part in (*masked_views(x_STP[:, :B], keys), x_STP[:, B:])
+    )
+    bias_S1D = torch.ones_like(u_first[:, :1])
+    tries = [
+        contrast(
+            norm * u_first, norm * u_second, norm * u_negative, norm * bias * bias_S1D, temperature=problem.temperature
+        )[0]
+        for norm in _NORMS
+        for bias in _BIASES
+    ]
+    equal_SB = (torch.cdist(z_STD[:, :B], z_STD[:, B:]) < 0.5).sum(-1)
+    return {
+        "planted": min(tries, key=lambda loss_S: loss_S.mean().item()) / problem.first_loss,
+        "floor": problem.temperature * equal_SB.double().log1p().mean(-1) / problem.first_loss,
+    }
 
 
 def probe_curves(

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from data_pipeline.core.schema import Count, Decay, Factor, LearningRate, PositiveFactor
 from trainer.theory.framework.experiment import TheorySettings
 
-Study = Literal["arms", "noise", "pixels", "features"]
+Study = Literal["arms", "biases", "noise", "pixels", "features", "planted"]
 
 
 class SparseCodingSettings(TheorySettings):
@@ -20,12 +20,15 @@ class SparseCodingSettings(TheorySettings):
 
     The defaults are half the size of the full setting (pixels_per_feature=64 learning_rate=0.05 num_steps=6000).
 
-    study: "arms" compares four arms on one problem: with and without mask, with and without bias. The other studies
-        compare the two biased arms over `noise_variances`, `pixel_counts` (the dimension of x) or `feature_counts`.
+    study: "arms" compares four arms on one problem: with and without mask, with and without bias. "biases" compares
+        trained biases with and without mask, and supervised training. "noise", "pixels" and "features" compare the two
+        arms with growing biases over `noise_variances`, `pixel_counts` (the dimension of x) or `feature_counts`.
+        "planted" trains nothing: its neurons are the atoms, over `feature_counts`.
     num_features: D. The numbers of pixels, neurons, positives and negatives are multiples of it.
     feature_probability, noise_variance: P(z_j != 0) and sigma^2. None is ln ln D / D and sqrt(ln D) / D.
     initial_scale: expected norm of the first weights of a neuron.
     num_steps: steps with `num_features` features. Other `feature_counts` train in proportion to 1 / P(z_j != 0).
+    trained_bias_start: a trained bias over the norm of its neuron, before the first step.
     bias_growth_start: the bias is 0 until the norm of every neuron is this multiple of its first norm.
     label_counts: the numbers of labelled items that the probes learn from. `num_test_items` more items choose the
         penalty, and as many again measure.
@@ -44,6 +47,7 @@ class SparseCodingSettings(TheorySettings):
     weight_decay: Decay = 1e-3
     temperature: PositiveFactor = 1.0
     initial_scale: PositiveFactor = 0.1
+    trained_bias_start: PositiveFactor = 0.1
     bias_growth_start: float = Field(default=3.0, gt=1, le=1e12)
     num_logs: int = Field(default=60, ge=4, le=10**9)
     label_counts: tuple[Count, ...] = (32, 64, 128, 256, 512, 1024, 2048, 4000)
@@ -67,17 +71,25 @@ class SparseCodingSettings(TheorySettings):
 
 @dataclass(frozen=True)
 class LearnerKind:
-    """A learner that is trained: with or without a mask, with or without a growing bias."""
+    """A learner that is trained: its views, its bias, and whether it regresses labels in place of the contrast."""
 
     name: str
     masked: bool
-    biased: bool
+    bias: Literal["growing", "trained", "none"]
+    supervised: bool = False
 
 
-MASK_BIAS = LearnerKind("mask, growing bias", masked=True, biased=True)
-MASK_LINEAR = LearnerKind("mask, no bias", masked=True, biased=False)
-NONE_BIAS = LearnerKind("no mask, growing bias", masked=False, biased=True)
-NONE_LINEAR = LearnerKind("no mask, no bias", masked=False, biased=False)
+MASK_BIAS = LearnerKind("mask, growing bias", masked=True, bias="growing")
+MASK_LINEAR = LearnerKind("mask, no bias", masked=True, bias="none")
+MASK_TRAINED = LearnerKind("mask, trained bias", masked=True, bias="trained")
+NONE_BIAS = LearnerKind("no mask, growing bias", masked=False, bias="growing")
+NONE_LINEAR = LearnerKind("no mask, no bias", masked=False, bias="none")
+NONE_TRAINED = LearnerKind("no mask, trained bias", masked=False, bias="trained")
+SUPERVISED = LearnerKind("supervised, trained bias", masked=False, bias="trained", supervised=True)
+ARMS = {
+    "arms": (MASK_BIAS, MASK_LINEAR, NONE_BIAS, NONE_LINEAR),
+    "biases": (MASK_TRAINED, MASK_LINEAR, NONE_TRAINED, SUPERVISED),
+}  # other studies compare MASK_BIAS and NONE_BIAS
 
 
 @dataclass(frozen=True)
@@ -104,8 +116,12 @@ class Problem:
 
     @property
     def first_loss(self) -> float:
-        """Return the loss of f = 0."""
+        """Return the contrastive loss of f = 0."""
         return self.temperature * math.log1p(self.num_negatives)
+
+    def first_loss_of(self, arm: LearnerKind) -> float:
+        """Return the loss of f = 0; of a supervised arm, half the expected square of its labels."""
+        return self.num_features * self.feature_probability / 2 if arm.supervised else self.first_loss
 
     @property
     def linear_ceiling(self) -> float:
@@ -125,7 +141,7 @@ class Problem:
 
 def problems(settings: SparseCodingSettings) -> list[Problem]:
     """Return the problems of a study, in the order of its grid."""
-    counts = settings.feature_counts if settings.study == "features" else (settings.num_features,)
+    counts = settings.feature_counts if settings.study in ("features", "planted") else (settings.num_features,)
     pixels = settings.pixel_counts if settings.study == "pixels" else (None,)
     variances = settings.noise_variances if settings.study == "noise" else (settings.noise_variance,)
     return [_problem(settings, *of_problem) for of_problem in itertools.product(counts, pixels, variances)]
@@ -138,7 +154,7 @@ def _problem(settings: SparseCodingSettings, D: int, P: int | None, variance: fl
     steps = round(settings.num_steps * usual / probability)
     threshold = math.sqrt(math.log(D) / D / (math.log(16) / 16))
     return Problem(
-        arms=(MASK_BIAS, MASK_LINEAR, NONE_BIAS, NONE_LINEAR) if settings.study == "arms" else (MASK_BIAS, NONE_BIAS),
+        arms=ARMS.get(settings.study, (MASK_BIAS, NONE_BIAS)),
         num_features=D,
         num_pixels=P or settings.pixels_per_feature * D,
         num_neurons=settings.neurons_per_feature * D,
