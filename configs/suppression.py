@@ -40,6 +40,7 @@ from trainer.objectives import (
 )
 from trainer.optim.optimizers import AdamConfig, ScheduleConfig
 from trainer.probes.linear import ProbeConfig
+from trainer.views.adversarial_mask import AdversarialMaskConfig
 from trainer.views.channel_dropout import ChannelDropoutConfig
 from trainer.views.composed import ByEpochConfig, PairConfig, SequenceConfig
 from trainer.views.expert_audio import SpectralConfig
@@ -210,6 +211,13 @@ def _channel_dropout(point: Point, run: RunConfig) -> Mapping[str, Any] | None:
     return {"views": SequenceConfig(parts=(point.expert_views, ChannelDropoutConfig()))}
 
 
+def _adversarial_masks(point: Point, run: RunConfig) -> Mapping[str, Any] | None:
+    if point.setting.is_sound:
+        return None  # masks are for pictures
+    masked = SequenceConfig(parts=(point.expert_views, AdversarialMaskConfig()))
+    return _learned(PairConfig(first=point.expert_views, second=masked))
+
+
 def _expert_against_viewmaker(point: Point, run: RunConfig) -> Mapping[str, Any]:
     return _learned(PairConfig(first=point.expert_views, second=point.viewmaker()))
 
@@ -238,6 +246,7 @@ CURES: Final[Mapping[str, Cure]] = {
     "masked viewmaker": _masked_viewmaker,
     "crop, then viewmaker": _crop_then_viewmaker,
     "channel dropout": _channel_dropout,
+    "adversarial masks": _adversarial_masks,
     "expert against viewmaker": _expert_against_viewmaker,
     "viewmaker and expert, by epoch": _viewmaker_and_expert_by_epoch,
 }

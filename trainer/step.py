@@ -41,6 +41,7 @@ from trainer.objectives import Objective, ObjectiveOutput, ViewPair
 from trainer.objectives.health import embedding_health
 from trainer.optim.skipping import StateSnapshot, any_not_finite
 from trainer.views import ViewPolicy
+from trainer.views.adversarial_mask import AdversarialMask
 from trainer.views.composed import Composed
 from trainer.views.expert_audio import clean_spectrogram
 from trainer.views.health import view_health
@@ -297,7 +298,7 @@ class TrainingStep:
             embeddings = self._encode(batch, groups, spec)
             result, loss = self._compare(batch, self._each_view(groups), embeddings, spec)
             with stage("backward"):
-                spec.engine.backward(loss)
+                spec.engine.backward(self._with_penalty(loss, spec))
             return result
 
         parts = [batch.part(number, num_parts) for number in range(num_parts)]
@@ -328,7 +329,7 @@ class TrainingStep:
                     if z_BD.grad is not None  # None if the objective does not use this view
                 ]
                 with stage("backward"):
-                    spec.engine.backward(torch.stack(products).sum())
+                    spec.engine.backward(self._with_penalty(torch.stack(products).sum(), spec, share=1 / num_parts))
         return result
 
     def _views_by_group(self, batch: Batch, spec: BackwardPass) -> tuple[Tensor, ...]:
@@ -363,6 +364,13 @@ class TrainingStep:
                     for number in range(self._config.views.num_further)
                 ]
                 return (views, torch.cat(further)) if further else (views,)
+
+    def _with_penalty(self, loss: Tensor, spec: BackwardPass, *, share: float = 1.0) -> Tensor:
+        """Add a share of the penalty of masks that learn, for the views of the last call, to a loss."""
+        for module in self._policy.modules() if spec.views_learn else ():
+            if isinstance(module, AdversarialMask):
+                loss = loss + share * module.take_penalty()
+        return loss
 
     def _each_view(self, groups: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return one tensor for each view, of views or embeddings with one tensor for each group."""

@@ -19,7 +19,11 @@ from trainer.reports.table import Measurement, read_csv
 
 ROOT = Path(__file__).parents[2]
 FILED = "docs/suppression/accuracies.csv.gz"
-NOT_ON_EVERY_SETTING = {"SIGReg", "late pruning"}  # cures that were not trained on some settings yet
+NOT_ON_EVERY_SETTING = {
+    "SIGReg",
+    "late pruning",
+    "adversarial masks",
+}  # cures that were not trained on some settings yet
 NOT_IN_THE_STUDY = "near neighbours"  # a cure whose code is gone
 
 

@@ -23,6 +23,7 @@ CASES = {
     "random_mask": ("debug:image", "{kind: random_mask}"),
     "channel_dropout": ("debug:image", "{kind: channel_dropout}"),
     "viewmaker": ("debug:viewmaker", "{kind: viewmaker, base_width: 4, num_res_blocks: 1}"),
+    "adversarial_mask": ("debug:viewmaker", "{kind: adversarial_mask}"),
     "sequence": ("debug:viewmaker", SEQUENCE),
     "pair": ("debug:image", "{kind: pair, first: {kind: expert_image}, second: {kind: random_mask}}"),
     "by_epoch": ("debug:image", BY_EPOCH),

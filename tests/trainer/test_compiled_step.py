@@ -100,6 +100,7 @@ CASES = [  # objectives are not compiled
     ("debug:image", RESNET_OF_TWO_SIZES),
     *(("debug:image", [f"views.kind={kind}", CONVNET]) for kind in ("expert_image", "random_mask", "channel_dropout")),
     *(("debug:viewmaker", [*overrides, CONVNET]) for overrides in GAMES),
+    ("debug:viewmaker", ["views={kind: adversarial_mask}", CONVNET]),
 ]
 
 

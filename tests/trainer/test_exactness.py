@@ -104,6 +104,16 @@ OTHERS: dict[str, tuple[Callable[[str, list[str]], RunConfig], str, list[str]]] 
         "nt_xent",
         [CONVNET, f"views={{kind: sequence, parts: [{SMALL}, {{kind: channel_dropout}}]}}"],
     ),
+    "masks_by_an_adversary": (
+        configure_game,
+        "nt_xent",
+        [CONVNET, "views={kind: pair, first: {kind: expert_image}, second: {kind: adversarial_mask}}"],
+    ),
+    "masks_in_turns": (
+        configure_game,
+        "nt_xent",
+        [CONVNET, "views={kind: adversarial_mask}", "adversary.update=alternating"],
+    ),
     "pruned_late": (
         configure_game,
         "nt_xent",

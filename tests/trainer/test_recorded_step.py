@@ -56,6 +56,7 @@ every_case = pytest.mark.parametrize(
         ("debug:image", ["views.kind=channel_dropout", CONVNET], 1),
         ("debug:image", ["encoder.late_pruning={}", CONVNET], 1),
         ("debug:image", ["optimizer.kind=adamw", CONVNET], 1),
+        ("debug:viewmaker", ["views={kind: adversarial_mask}", CONVNET], 1),
         ("debug:viewmaker", ["adversary.freeze_step=5", CONVNET], 2),
         ("debug:viewmaker", ["adversary.update=alternating", "adversary.viewmaker_steps=2", CONVNET], 1),
         ("debug:viewmaker", ["views.mask=box", "views.dropout_rate=0.4", "memory.micro_batches=2", CONVNET], 1),

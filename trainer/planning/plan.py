@@ -36,6 +36,7 @@ from trainer.original_crops import original_crops
 from trainer.planning.live_bytes import LiveBytes, bytes_of
 from trainer.preflight import check_batch, check_batch_norm, check_input_shape
 from trainer.views import BaseViewsConfig, ViewPolicy, ViewsInputs
+from trainer.views.adversarial_mask import AdversarialMask
 from trainer.views.composed import MOST_TURNS, Composed
 from trainer.views.viewmaker import Viewmaker
 
@@ -251,7 +252,7 @@ def _fake_policy(policy: ViewPolicy, mel: MelConfig | None, views: BaseViewsConf
         for composed in [module for module in policy.modules() if isinstance(module, Composed)]:
             container = next((child for child in composed.children() if isinstance(child, nn.ModuleList)), composed)
             for name, part in list(container.named_children()):
-                if isinstance(part, Viewmaker):
+                if isinstance(part, Viewmaker | AdversarialMask):
                     setattr(container, name, _on_spectrograms(part, mel, part.config))
                 elif not isinstance(part, Composed):
                     setattr(container, name, _ReadyViews(mel, views))

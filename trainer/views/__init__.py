@@ -7,6 +7,7 @@ is a normalised log-mel spectrogram (B, 1, M, N). All policies work on whole bat
 Invariant: no draw comes from global random state, so views are equal in one process and in many.
 """
 
+from trainer.views.adversarial_mask import AdversarialMaskConfig
 from trainer.views.channel_dropout import ChannelDropoutConfig
 from trainer.views.expert_audio import SpectralConfig, WaveformConfig
 from trainer.views.expert_image import ExpertImageConfig
@@ -16,6 +17,7 @@ from trainer.views.random_mask import RandomMaskConfig
 from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
 
 __all__ = [
+    "AdversarialMaskConfig",
     "BaseViewsConfig",
     "ChannelDropoutConfig",
     "ExpertImageConfig",

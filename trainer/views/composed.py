@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from data_pipeline.audio.log_mel import MelConfig
 from data_pipeline.core.counter_rng import DrawKeys
 from trainer.models.activation_checkpointing import Checkpointing
+from trainer.views.adversarial_mask import AdversarialMaskConfig
 from trainer.views.channel_dropout import ChannelDropoutConfig
 from trainer.views.expert_audio import SpectralConfig, WaveformConfig
 from trainer.views.expert_image import ExpertImageConfig
@@ -36,7 +37,13 @@ MOST_TURNS: Final = 8  # policies of a `by_epoch`
 _VIEWS_OF_A_PART = 1 << 20  # the numbers of views that a part has for itself; even, so first views stay first
 
 SingleConfig = (
-    ExpertImageConfig | RandomMaskConfig | ChannelDropoutConfig | ViewmakerConfig | SpectralConfig | WaveformConfig
+    ExpertImageConfig
+    | RandomMaskConfig
+    | ChannelDropoutConfig
+    | AdversarialMaskConfig
+    | ViewmakerConfig
+    | SpectralConfig
+    | WaveformConfig
 )
 _Part = Annotated[SingleConfig, Field(discriminator="kind")]
 

@@ -20,6 +20,7 @@ VIEWS: Final[Mapping[str, str]] = {
     "expert_image": "trainer.views.expert_image:ExpertImageConfig",
     "random_mask": "trainer.views.random_mask:RandomMaskConfig",
     "channel_dropout": "trainer.views.channel_dropout:ChannelDropoutConfig",
+    "adversarial_mask": "trainer.views.adversarial_mask:AdversarialMaskConfig",
     "spectral": "trainer.views.expert_audio:SpectralConfig",
     "waveform": "trainer.views.expert_audio:WaveformConfig",
     "viewmaker": "trainer.views.viewmaker:ViewmakerConfig",
