@@ -22,7 +22,7 @@ from trainer.build import build_training
 from trainer.config import RunConfig
 from trainer.data import read_manifests
 from trainer.distributed.collectives import is_distributed
-from trainer.distributed.engines.deepspeed_engine import DeepSpeedConfig
+from trainer.distributed.engines import DDPConfig, DeepSpeedConfig, FSDPConfig
 from trainer.planning.live_bytes import LiveBytes, bytes_of
 from trainer.planning.plan import MARGIN, TrainingPlan, bytes_of_data, describe, plan
 
@@ -99,16 +99,13 @@ def test_memory_is_that_of_a_real_step(run: str) -> None:
     assert found.peak_bytes == resident_bytes + step_bytes
 
 
-def zero(stage: int, *, offload: bool = False) -> RunConfig:
-    engine = DeepSpeedConfig(zero_stage=stage, offload_optimizer=offload)
-    return configure("chunked").model_copy(update={"engine": engine})
-
-
 @pytest.mark.slow
 def test_each_rank_keeps_its_share_of_the_optimizer() -> None:
-    configs = (configure("chunked"), zero(1), configure("chunked", "engine.kind=fsdp"), zero(2, offload=True))
-    whole, *others = (planned(config, ranks=4).optimizer_bytes for config in configs)
-    assert others == [whole // 4, whole // 4, 0]
+    whole, *others = (
+        planned(configure("chunked").model_copy(update={"engine": engine}), ranks=4).optimizer_bytes
+        for engine in (DDPConfig(), DeepSpeedConfig(zero_stage=1), FSDPConfig())
+    )
+    assert others == [whole // 4, whole // 4]
 
 
 @pytest.mark.slow

@@ -35,11 +35,10 @@ _STEP_COUNT = "step"  # the only optimizer state that is a single number for eac
 
 
 class DeepSpeedConfig(BaseEngineConfig):
-    """The config of ZeRO. `offload_optimizer` keeps the optimizer's state and computes its steps in host memory."""
+    """The config of ZeRO."""
 
     kind: Literal["deepspeed"] = "deepspeed"
     zero_stage: Literal[1, 2, 3] = 2
-    offload_optimizer: bool = False
 
     def check(self, run: Any) -> None:
         """Raise `UserError` for a run that DeepSpeed cannot train, or if DeepSpeed is not installed."""
@@ -83,7 +82,7 @@ class DeepSpeedConfig(BaseEngineConfig):
         )
 
     def optimizer_share(self, world_size: int) -> float:
-        return 0.0 if self.offload_optimizer else 1 / world_size
+        return 1 / world_size
 
 
 def deepspeed_dictionary(config: DeepSpeedConfig, *, global_batch_size: int, num_ranks: int) -> dict[str, Any]:
@@ -101,13 +100,11 @@ def deepspeed_dictionary(config: DeepSpeedConfig, *, global_batch_size: int, num
         "allgather_bucket_size": 1 << 24,
     }
     if stage < 3:
-        # DeepSpeed's norm is needed only for its own clipping and skipping, but offloading requires it. Without
-        # multi-rank buckets, each piece of a gradient is summed only at its own rank, which sends half as much.
-        zero |= {"compute_grad_norm": config.offload_optimizer, "use_multi_rank_bucket_allreduce": False}
+        # DeepSpeed's norm is needed only for its own clipping and skipping. Without multi-rank buckets, each piece of a
+        # gradient is summed only at its own rank, which sends half as much.
+        zero |= {"compute_grad_norm": False, "use_multi_rank_bucket_allreduce": False}
     if stage == 3:
         zero |= {"stage3_prefetch_bucket_size": 1 << 24, "stage3_param_persistence_threshold": 10_000}
-    if config.offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     return {
         "train_batch_size": global_batch_size,
         "train_micro_batch_size_per_gpu": global_batch_size // num_ranks,
@@ -146,8 +143,8 @@ class DeepSpeedEngine:
 
     The forward pass does not go through DeepSpeed's own engine, which expects one forward pass for each backward pass.
     A step has two views, and may have two trained modules. DeepSpeed's hooks on the parameters still run. Its
-    work at the end of the backward pass is done when gradients are first needed. Stage 3 and offloading also skip steps
-    that are not finite by themselves. Parameters are made contiguous, because DeepSpeed does not accept channels_last.
+    work at the end of the backward pass is done when gradients are first needed. Stage 3 also skips steps that are not
+    finite by itself. Parameters are made contiguous, because DeepSpeed does not accept channels_last.
     """
 
     def __init__(
@@ -169,7 +166,6 @@ class DeepSpeedEngine:
             config=deepspeed_dictionary(config, global_batch_size=global_batch_size, num_ranks=world_size()),
         )
         self._stage = config.zero_stage
-        self._offloads = config.offload_optimizer
         self._zero = self._engine.optimizer
         self._is_averaged = False
         self._pieces = self._cut_optimizer_state()
@@ -193,15 +189,14 @@ class DeepSpeedEngine:
 
     def gradient_norm(self) -> Tensor:
         self._average_gradients()
-        gradients = self._gradients()
-        device = next(self.module.parameters()).device
-        return all_reduce_sum(torch.nn.utils.get_total_norm(gradients).to(device).square()).sqrt()
+        pieces = [gradient for group in self._zero.averaged_gradients.values() for gradient in group]
+        return all_reduce_sum(torch.nn.utils.get_total_norm(pieces).square()).sqrt()
 
     def step(self, *, learning_rate: float | Tensor, skip: Tensor | None = None) -> None:
         self._average_gradients()
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        self._skip = skip.cpu() if skip is not None and self._offloads else skip  # where the step is computed
+        self._skip = skip
         self._engine.step()  # also clears the gradients
         self._skip = None
         self._is_averaged = False
@@ -231,16 +226,7 @@ class DeepSpeedEngine:
         """Finish the last backward pass of a step; later calls in the same step do nothing."""
         if not self._is_averaged:
             self._engine.allreduce_gradients()
-            device = next(self.module.parameters()).device
-            if self._offloads and device.type == "cuda":
-                torch.cuda.synchronize(device)  # DeepSpeed copies gradients to host memory, and waits only in its step
             self._is_averaged = True
-
-    def _gradients(self) -> list[Tensor]:
-        """Return the averaged gradients of this rank's pieces."""
-        if self._offloads:
-            return [flat.grad for flat in self._optimizer.state if flat.grad is not None]
-        return [gradient for group in self._zero.averaged_gradients.values() for gradient in group]
 
     def _step_unless_skipped(self, closure: None = None) -> None:
         """Replace the optimizer's step, which DeepSpeed calls once for each flat tensor."""
