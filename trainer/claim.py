@@ -12,7 +12,7 @@ from data_pipeline.core.imports import without_garbage_collection
 from trainer.checkpoint.restore import Restored, newest_state
 from trainer.checkpoint.run_state import NAME_DIGITS, DataIdentity
 from trainer.config import RunConfig, read_run_config
-from trainer.config_changes import refuse_edited_config, refuse_other_config
+from trainer.config_changes import edited_config, refuse_other_config
 from trainer.data import DataConfig, Manifests
 from trainer.own_code import check_same_code
 from trainer.preflight import check_manifests, check_start
@@ -42,7 +42,10 @@ def claim(run_dir: RunDir, config: RunConfig, manifests: Manifests, *, accepted_
             check_start(config, manifests)
         _check_same_data(run_dir, config, manifests, found, accepted_data=accepted_data)
         if found.step > 0:
-            refuse_edited_config(run_dir, config)
+            if (edited := edited_config(run_dir, config)) is not None:
+                raise UserError(
+                    f"{edited}; put the values back that {run_dir.provenance} shows, or pass another directory"
+                )
             check_same_code(run_dir, config, manifests.datasets, step=found.step, accepted=accepted_data)
         if not run_dir.config.is_file() or read_run_config(run_dir) != config:
             write_json(run_dir.config, config.model_dump(mode="json"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import difference
 from trainer.config import RunConfig, read_run_config
-from trainer.provenance import RECORDED_CONFIG, config_in_provenance
+from trainer.provenance import config_in_provenance
 from trainer.run_dir import RunDir
 
 # Settings and sections that change neither a batch nor, except by rounding, a step. A run that has begun may go on with
@@ -34,15 +34,6 @@ def refuse_other_config(run_dir: RunDir, config: RunConfig) -> None:
         raise UserError(
             f"{run_dir.path} holds a run with another config (it differs in {', '.join(keys)}); pass another "
             "directory, or remove this one"
-        )
-
-
-def refuse_edited_config(run_dir: RunDir, config: RunConfig) -> None:
-    """Raise `UserError` if a run last trained with other settings than its config.json holds now."""
-    if (edited := edited_config(run_dir, config)) is not None:
-        raise UserError(
-            f'{edited}; put the values back that "{RECORDED_CONFIG}" in {run_dir.provenance} shows, or pass another '
-            "directory"
         )
 
 
