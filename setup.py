@@ -41,6 +41,7 @@ setup(
         "jinja2>=3.1",
         "markupsafe>=2.1",
         "matplotlib>=3.8",
+        "networkx>=3.0",
         "numpy>=1.26",
         "pillow>=11.3",
         "pydantic>=2.8",

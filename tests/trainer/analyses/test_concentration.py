@@ -24,14 +24,14 @@ from trainer.analyses.concentration import (
     ConcentrationConfig,
     ConcentrationResult,
     draw_views,
+    largest_clique,
     least_distances,
-    sigma_bounds,
 )
 from trainer.probes.features import Pictures, read_pictures
 from trainer.views.expert_image import ExpertImage, huang_views
 
 
-def largest_clique(near_NN: np.ndarray) -> int:
+def search(near_NN: np.ndarray) -> int:
     num = len(near_NN)
     for size in range(num, 1, -1):
         for members in combinations(range(num), size):
@@ -55,24 +55,18 @@ def test_distances_are_those_of_the_nearest_views() -> None:
             assert found_NN[one, other] == pytest.approx(expected if one != other else 0, abs=1e-5)
 
 
-def test_bounds_hold_the_largest_clique_of_random_graphs() -> None:
+def test_the_largest_clique_is_that_of_a_search_through_all_sets() -> None:
     near_KNN = random_graphs(24, size=9, seed=1)
-    clique_K, matching_K = sigma_bounds(near_KNN)
-    num_found = 0
-    for number, near_NN in enumerate(near_KNN.numpy()):
-        largest = largest_clique(near_NN)
-        clique, matching = int(clique_K[number]), int(matching_K[number])
-        assert clique <= largest
-        assert 9 - 2 * matching <= largest <= 9 - matching
-        num_found += clique == largest
-    assert num_found >= 22  # greedy, from every vertex
+    near_KNN |= torch.eye(9, dtype=torch.bool)
+    assert [largest_clique(near_NN) for near_NN in near_KNN] == [search(near_NN) for near_NN in near_KNN.numpy()]
+    assert [largest_clique(torch.full((3, 3), value)) for value in (False, True)] == [1, 3]
 
 
 def test_a_planted_clique_is_found() -> None:
     near_KNN = random_graphs(1, size=50, seed=2)  # every fifth edge
     members = torch.randperm(50, generator=torch.Generator().manual_seed(3))[:17]
     near_KNN[0, members[:, None], members] = True
-    assert sigma_bounds(near_KNN)[0].tolist() == [17]
+    assert largest_clique(near_KNN[0]) == 17
 
 
 def test_the_picture_itself_is_one_of_the_views_and_draws_depend_on_the_sample_alone() -> None:
@@ -107,13 +101,11 @@ def test_pairs_that_undo_what_tells_pictures_apart_are_found(tmp_path: Path, mon
     assert (result.num_classes, result.num_pictures) == (2, 24)
     assert set(result.pairs) == set(PAIRS)
     for pair in ("be", "ce"):
-        assert result.pairs[pair][0].clique == 0
-        assert result.pairs[pair][0].at_least == 0
+        assert result.pairs[pair][0].outside == 0
     for pair in ("ab", "ac", "ad", "bc", "bd", "cd"):
-        assert result.pairs[pair][0].clique == 0.5
-        assert result.pairs[pair][0].cover_worst == 1.0
+        assert result.pairs[pair][0].outside == result.pairs[pair][0].outside_worst == 0.5
     assert result.order[0][0] in ("be", "ce", "de", "ae")
-    assert {pairs[1].clique for pairs in result.pairs.values()} == {0.0}
+    assert {pairs[1].outside for pairs in result.pairs.values()} == {0.0}
     assert Image.open(png_path).size[0] > 600
 
 
