@@ -161,15 +161,9 @@ def log_mel(power_BMN: Tensor, config: MelConfig) -> Tensor:
     x is 20 log10 of the power, raised to at least -100 and to at least `range_db` below the maximum of its sound. The
     result is (x - mean) / std; pure silence gives -0.823.
     """
-    decibels_BMN = _log(power_BMN.clamp(min=_FLOOR)).mul_(20 / math.log(10))
+    decibels_BMN = power_BMN.clamp(min=_FLOOR).log().mul_(20 / math.log(10))
     least_B11 = decibels_BMN.amax(dim=(1, 2), keepdim=True) - config.range_db
-    memory = decibels_BMN if can_use_numpy(decibels_BMN) else None
-    return torch.maximum(decibels_BMN, least_B11, out=memory).sub_(config.mean).div_(config.std)
-
-
-def _log(x: Tensor) -> Tensor:
-    """Return the natural logarithm; it may overwrite x."""
-    return torch.from_numpy(np.log(x.numpy(), out=x.numpy())) if can_use_numpy(x) else x.log()
+    return decibels_BMN.maximum(least_B11).sub_(config.mean).div_(config.std)
 
 
 @cache  # a recorded step reads them, so none may be freed

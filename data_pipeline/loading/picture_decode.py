@@ -12,7 +12,7 @@ A middle square is at its place at every scale. Decoded at full size it is that 
 level. At a smaller scale, whose pixels are means of 4, 16 or 64, photos differ from it by about two levels on average.
 
 Guarantees:
-- The number of pixels in the header is compared with Pillow's `MAX_IMAGE_PIXELS` before a pixel is decoded.
+- The number of pixels in the header is compared with twice Pillow's `MAX_IMAGE_PIXELS` before a pixel is decoded.
 - A truncated file is refused, even if most of its pixels could be shown.
 - Bytes that are damaged in the middle of a file may become wrong pixels, if Pillow decodes it.
 - A file that cannot be decoded raises `ValueError` with one reason, whatever is wrong with it.

@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, Self, TypeVar, get_args
+from typing import Any, ClassVar, Final, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -212,20 +212,12 @@ class PictureOverlay(PixelOverlay):
         image_size: as given.
         layout: as given; "scaled" at 32 pixels, where both layouts are the same.
         drawn_size: height and width of what `draw` returns: `image_size`, or 32 if it is tiled.
-
-    Raises:
-        ValueError: the size or the layout is not as above.
     """
 
     options_schema: ClassVar[type[Schema]] = LayoutOptions
 
     def __init__(self, *, image_size: int = IMAGE_SIZE, layout: Layout = "scaled") -> None:
         super().__init__()
-        if image_size < IMAGE_SIZE or layout not in get_args(Layout):
-            raise ValueError(
-                f"image_size is {image_size}, layout {layout!r}; give at least {IMAGE_SIZE}, and one of "
-                f"{', '.join(get_args(Layout))}"
-            )
         self.image_size = image_size
         self.layout: Layout = "scaled" if image_size == IMAGE_SIZE else layout
         self.drawn_size = IMAGE_SIZE if layout == "tiled" else image_size

@@ -43,17 +43,6 @@ def resized(source: DigitSource, size: int) -> tuple[Tensor, Tensor]:
     return digits_NHW, torch.tensor(source.labels, dtype=torch.int64)
 
 
-def check_digits(digits_NHW: Tensor, label_N: Tensor, *, size: int) -> None:
-    """Raise `ValueError` unless these are at least one digit, (N, size, size) uint8, and labels 0 to 9, (N,) int64."""
-    if digits_NHW.shape != (label_N.numel(), size, size) or digits_NHW.dtype != torch.uint8:
-        raise ValueError(
-            f"digits_NHW is {tuple(digits_NHW.shape)} {digits_NHW.dtype}; give ({label_N.numel()}, {size}, {size}) "
-            "uint8, one digit for each label"
-        )
-    if label_N.dtype != torch.int64 or not label_N.numel() or not 0 <= int(label_N.min()) <= int(label_N.max()) <= 9:
-        raise ValueError(f"label_N is {label_N}; give at least one int64 label, each from 0 to 9")
-
-
 class DigitOptions(Schema):
     """The options of an overlay that draws digits. The digits stand in the description of a dataset.
 
@@ -97,9 +86,10 @@ class DigitOverlay(PictureOverlay):
     def of(cls, *args: Any, **options: Any) -> Self:
         """Return the overlay of a `DigitSource`. Takes `image_size`, and the options of the user by name."""
 
-    def keep_digits(self, digits_NHW: Tensor, label_N: Tensor, *, size: int) -> None:
-        """Keep the digits as assets. Raises `ValueError` as `check_digits` does."""
-        check_digits(digits_NHW, label_N, size=size)
+    def __init__(
+        self, digits_NHW: Tensor, label_N: Tensor, *, image_size: int = IMAGE_SIZE, layout: Layout = "scaled"
+    ) -> None:
+        super().__init__(image_size=image_size, layout=layout)
         self.register_buffer("digits_NHW", digits_NHW)
         self.register_buffer("label_N", label_N)
 
@@ -118,19 +108,10 @@ class Digits(DigitOverlay):
             32 pixels, and in proportion in others.
         label_N: (N,) int64, 0 to 9.
         image_size, layout: see `PictureOverlay`.
-
-    Raises:
-        ValueError: a shape, a dtype or a label is not as above.
     """
 
     title = "digit"
     options_schema: ClassVar[type[Schema]] = PaintedDigitOptions
-
-    def __init__(
-        self, digits_NHW: Tensor, label_N: Tensor, *, image_size: int = IMAGE_SIZE, layout: Layout = "scaled"
-    ) -> None:
-        super().__init__(image_size=image_size, layout=layout)
-        self.keep_digits(digits_NHW, label_N, size=scaled(DIGIT_SIZE, drawn_size=self.drawn_size))
 
     @classmethod
     def of(cls, source: DigitSource, *, image_size: int = IMAGE_SIZE, layout: Layout = "scaled") -> Self:

@@ -24,7 +24,7 @@ from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
 from data_pipeline.core.schema import Schema, Share
 from data_pipeline.overlays import FIRST_PURPOSE, NOTHING_GIVEN, Overlaid, OverlayInputs, PixelOverlay, Shape, no_mask
 from data_pipeline.overlays.correlation import check_base_label, correlated_classes
-from data_pipeline.overlays.digits import DigitOptions, check_digits, resized
+from data_pipeline.overlays.digits import DigitOptions, resized
 
 Join = Literal["tall", "square"]
 Place = Literal["above", "below"]
@@ -62,7 +62,6 @@ class Dominoes(PixelOverlay):
 
     Raises:
         UserError: a class has no digit.
-        ValueError: another argument is not as above.
     """
 
     class_names = tuple("0123456789")
@@ -83,7 +82,6 @@ class Dominoes(PixelOverlay):
         join: Join = "tall",
     ) -> None:
         super().__init__()
-        check_digits(digits_NHW, label_N, size=digits_NHW.shape[-1])
         count_K = label_N.bincount(minlength=NUM_CLASSES)
         if not count_K.all():
             raise UserError(f"the digits hold no {int(count_K.argmin())}; choose other digits")

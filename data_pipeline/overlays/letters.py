@@ -63,9 +63,6 @@ class Letters(PictureOverlay):
         glyphs_KHW: (26, G, G) uint8; None stands for the result of `render_glyphs`. An online dataset stores them,
             because another version of Pillow may draw other pixels.
         image_size, layout: see `PictureOverlay`.
-
-    Raises:
-        ValueError: `glyphs_KHW` is of another shape or dtype.
     """
 
     class_names = tuple(string.ascii_uppercase)
@@ -78,11 +75,6 @@ class Letters(PictureOverlay):
     ) -> None:
         super().__init__(image_size=image_size, layout=layout)
         glyphs_KHW = render_glyphs(self.drawn_size) if glyphs_KHW is None else glyphs_KHW
-        size = glyph_size(self.drawn_size)
-        if glyphs_KHW.shape != (26, size, size) or glyphs_KHW.dtype != torch.uint8:
-            raise ValueError(
-                f"glyphs_KHW is {tuple(glyphs_KHW.shape)} {glyphs_KHW.dtype}; give (26, {size}, {size}) uint8"
-            )
         self.register_buffer("glyphs_KHW", glyphs_KHW)
         self.register_buffer("masks_KHW", object_mask(glyphs_KHW > 0), persistent=False)
 

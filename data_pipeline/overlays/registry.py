@@ -35,7 +35,6 @@ OVERLAYS: Final[Mapping[str, str]] = {
     "noise": "data_pipeline.overlays.noise:Noise",
 }
 NAMES: Final = Names("overlay", group="overlays", built_in=OVERLAYS)
-MAX_OVERLAY_BYTES: Final = 1 << 30
 _HEADER_KEY: Final = "overlay"
 
 
@@ -69,19 +68,11 @@ def find_overlay(kind: str) -> type[Overlay]:
 
 
 def save_overlay(overlay: Overlay, path: Path) -> str:
-    """Write `overlay` to `path` and return the sha256 of the file.
-
-    Raises `UserError` if its file would be larger than what `load_overlay` reads.
-    """
+    """Write `overlay` to `path` and return the sha256 of the file."""
     header = OverlayHeader(kind=kind_of(overlay), options=overlay.options())
     buffers = {name: tensor.cpu().contiguous() for name, tensor in overlay.state_dict().items()}
     # One key only: safetensors writes several keys in an order that differs between processes.
     data = safetensors.torch.save(buffers, metadata={_HEADER_KEY: header.model_dump_json()})
-    if len(data) > MAX_OVERLAY_BYTES:
-        raise UserError(
-            f"the {header.kind} overlay takes {len(data):,} bytes in this size, and its file may have "
-            f"{MAX_OVERLAY_BYTES:,}; give a smaller image_size, or layout=tiled"
-        )
     path.write_bytes(data)
     return hashlib.sha256(data).hexdigest()
 

@@ -58,17 +58,15 @@ class SecondDigit(DigitOverlay):
 
     Raises:
         UserError: S is out of range.
-        ValueError: another argument is not as above.
     """
 
     title = "second digit"
     options_schema: ClassVar[type[Schema]] = SecondDigitOptions
 
     def __init__(self, digits_NHW: Tensor, label_N: Tensor, *, image_size: int) -> None:
-        super().__init__(image_size=image_size)
+        super().__init__(digits_NHW, label_N, image_size=image_size)
         self.size = digits_NHW.shape[-1]
         check_fits(self.size, image_size=image_size)
-        self.keep_digits(digits_NHW, label_N, size=self.size)
         self.chosen = {"size": self.size}
 
     @classmethod

@@ -85,21 +85,19 @@ class TiledDigit(DigitOverlay):
 
     Raises:
         UserError: S is out of range.
-        ValueError: another argument is not as above.
     """
 
     title = "tiled digit"
     options_schema: ClassVar[type[Schema]] = TiledDigitOptions
 
     def __init__(self, digits_NHW: Tensor, label_N: Tensor, *, image_size: int, blend: Blend = "brighter") -> None:
-        super().__init__(image_size=image_size)
+        super().__init__(digits_NHW, label_N, image_size=image_size)
         self.size = digits_NHW.shape[-1]
         if not SMALLEST_SIZE <= self.size <= image_size // 2:
             raise UserError(
                 f"a digit of {self.size} pixels cannot be tiled over a picture of {image_size}x{image_size}, because "
                 f"no copy would be whole or legible; give a size from {SMALLEST_SIZE} to {image_size // 2}"
             )
-        self.keep_digits(digits_NHW, label_N, size=self.size)
         self.blend = blend
         self.chosen = {"unique": label_N.numel(), "size": self.size, "blend": blend}
 

@@ -2,7 +2,7 @@
 
 - Knows a format by its content, not by the file's name. Other formats that Pillow reads are refused: some start other
   programs, are drawings without pixels, or are known by their name alone.
-- Reads only files of at most Pillow's `MAX_IMAGE_PIXELS`, which is checked before any pixel is decoded.
+- Reads only files of at most twice Pillow's `MAX_IMAGE_PIXELS`, which is checked before any pixel is decoded.
 - Applies the orientation that a camera wrote into EXIF.
 - Lays transparent pixels over white, in every mode that has transparency. Refuses a transparent colour of 16-bit RGB.
 - Brings grey values of 16 bits to 8 bits, rounded, from the range that their file has, or from a `ValueRange`. 32-bit
@@ -184,10 +184,9 @@ def opened(file: PictureData) -> Iterator[ImageFile.ImageFile | NDArray[Any]]:
             yield _of_one_picture(npy_values(file if isinstance(file, bytes | memoryview) else file.read()))
             return
         with _open(stream, start) as picture:
-            _check_size(picture.height, picture.width)
             yield picture
     except Image.DecompressionBombError:
-        raise ValueError(f"it has more than {Image.MAX_IMAGE_PIXELS:,} pixels") from None
+        raise ValueError(f"it has more than {2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels") from None
     except UnidentifiedImageError:
         if start[:4] in _TIFF_STARTS:
             raise ValueError(
@@ -240,14 +239,7 @@ def _of_one_picture(values: NDArray[Any]) -> NDArray[Any]:
         raise UnreadableError(f"its shape is {shape}; save one picture, (H, W), (H, W, C) or (C, H, W), to a file")
     elif shape[0] != shape[1] and (shape[1] == shape[2] or shape[0] < shape[2]):
         values = values.transpose(1, 2, 0)
-    _check_size(*values.shape[:2])
     return values
-
-
-def _check_size(height: int, width: int) -> None:
-    """Raise Pillow's error of a picture that is too large, of which Pillow itself only warns up to twice the size."""
-    if height * width > (Image.MAX_IMAGE_PIXELS or math.inf):
-        raise Image.DecompressionBombError
 
 
 def upright_size(picture: ImageFile.ImageFile | NDArray[Any]) -> tuple[int, int]:
