@@ -29,7 +29,6 @@ _SIZE: Final = re.compile(rb"\d{1,18}")
 _ADLER_BASE: Final = 65_521
 _MAX_RECORDS_BYTES: Final = 1 << 20
 LINKS: Final = "links, which are not read; `tar --dereference` stores files in their place"
-_UNPACKED_BY: Final = {b"\x1f\x8b": "gunzip", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz", b"(\xb5/\xfd": "unzstd"}
 _MANY: Final = 1 << 20  # bytes that are compared with zero at once
 
 
@@ -120,11 +119,9 @@ def plain_contents(data: memoryview, where: str) -> TarContents:
     Raises `UserError` that names `where` if it does not begin as a tar, for example because it is compressed.
     """
     contents = read_contents(data)
-    if contents.end > 0 or not any(data[:1]):
-        return contents
-    command = next((command for start, command in _UNPACKED_BY.items() if data[: len(start)] == start), None)
-    mend = "leave it out" if command is None else f"unpack it with `{command} -c {where} > PLAIN.tar`"
-    raise UserError(f"{where} is not a plain tar; {mend}")
+    if contents.end == 0 and any(data[:1]):
+        raise UserError(f"{where} is not a plain tar; unpack it (gunzip, unzstd) if it is compressed, or leave it out")
+    return contents
 
 
 def tars_in(data: memoryview, contents: TarContents) -> Iterator[tuple[str, TarContents]]:

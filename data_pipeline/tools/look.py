@@ -11,11 +11,10 @@ import math
 import re
 import shlex
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -26,7 +25,6 @@ from data_pipeline.core.errors import UserError, printable
 from data_pipeline.core.label_words import normal
 from data_pipeline.core.options import SOURCE_OPTION
 from data_pipeline.core.sample import BASE, Medium
-from data_pipeline.remote.fetch import RemoteConfig, RemoteFile, fetch
 from data_pipeline.sources import LabelColumn
 from data_pipeline.sources.files import Files, ending_of, medium_of
 from data_pipeline.sources.layout import Layout, find_layout, split_of
@@ -37,8 +35,6 @@ from data_pipeline.storage.locations import (
     PICTURE_FIELDS,
     dataset_directory,
     is_remote,
-    is_tars,
-    listed_tars,
 )
 from data_pipeline.storage.manifest import LabelEntry, describe_manifest, load_manifest
 from data_pipeline.storage.tar_headers import split_name
@@ -47,23 +43,23 @@ from data_pipeline.tools.findings import Place, Problem, add_equal_files, add_pr
 from data_pipeline.tools.next_commands import commands
 
 _NUM_NAMED: Final = 3  # examples of a problem
-_NUM_FETCHED: Final = 3  # tars of a remote location
 _NUM_CLASSES: Final = 8  # that are named
 _NUMBER: Final = re.compile(r"\d+(?=\.\w+$)")  # of a tar
 _TABLES: Final = frozenset({".csv", ".tsv", ".jsonl", ".txt"})
 
 
-def look_at(path: str, *, copies: Path, num_decoded_bytes: int | None, num_workers: int) -> Place:
-    """Return what was found at a path. `copies` is for those of remote tars. Raises `UserError` if there is nothing."""
-    place, local = Place(path), Path(path).expanduser()
+def look_at(path: str, *, num_decoded_bytes: int | None, num_workers: int) -> Place:
+    """Return what was found at a path. Raises `UserError` if there is nothing, or if it is remote."""
     if is_remote(path):
-        local, num_others = _fetched(path, copies)
-        if num_others:
-            place.problems.append(Problem(f"{num_others:,} more tars, which were not fetched and looked at", ""))
-    elif (dataset_directory(local) / MANIFEST_NAME).is_file():
+        raise UserError(
+            f"{path} is remote; copy it to this machine, or index its tars: `python -m data_pipeline index '{path}' "
+            "--out DIR`"
+        )
+    place, local = Place(path), Path(path).expanduser()
+    if (dataset_directory(local) / MANIFEST_NAME).is_file():
         place.manifest = load_manifest(local)
         return place
-    elif local.is_file() and local.suffix.lower() in _TABLES:
+    if local.is_file() and local.suffix.lower() in _TABLES:
         place.labels = local
     files = place.files = open_files(local if place.labels is None else local.parent)
     title = f"look at {path}"
@@ -80,9 +76,7 @@ def look_at(path: str, *, copies: Path, num_decoded_bytes: int | None, num_worke
         place.problems.append(Problem(str(error), "", stops=True))
     else:
         add_problems(place, place.layout)
-        if is_remote(path):
-            place.tars = [path]
-        elif isinstance(files, TarFiles) and place.is_good.all() and _are_of_webdataset(place.layout):
+        if isinstance(files, TarFiles) and place.is_good.all() and _are_of_webdataset(place.layout):
             place.tars = _locations(files)
     return place
 
@@ -113,17 +107,6 @@ def _pattern(row: list[str]) -> str:
         return first
     (end,) = _NUMBER.findall(last)
     return _NUMBER.sub(rf"{{\g<0>..{end}}}", first)
-
-
-def _fetched(path: str, copies: Path) -> tuple[Path, int]:
-    """Return a folder with copies of the first tars of a remote location, and the number of the others."""
-    if not is_tars(path):
-        raise UserError(f"{path} is a remote folder, which is not listed; copy it to this machine, or name its tars")
-    first, others = (urls := listed_tars(path))[:_NUM_FETCHED], urls[_NUM_FETCHED:]
-    folder = Path(tempfile.mkdtemp(dir=copies))
-    for url in first:
-        fetch(RemoteFile(url), folder / PurePath(url).name, config=RemoteConfig())
-    return folder, len(others)
 
 
 def describe(place: Place) -> Iterator[str]:
@@ -239,11 +222,9 @@ def _as_json(place: Place) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> None:
     """Do what `python -m data_pipeline look` asks for. Exits with status 1 if something must be mended first."""
     limit = None if args.decode == "all" else NUM_DECODED_BYTES
-    with tempfile.TemporaryDirectory() as copies:
-        how: dict[str, Any] = {"copies": Path(copies), "num_decoded_bytes": limit, "num_workers": args.workers}
-        places = [look_at(path, **how) for path in args.paths]
-        add_equal_files(places)
-        add_split_folders(places)
+    places = [look_at(path, num_decoded_bytes=limit, num_workers=args.workers) for path in args.paths]
+    add_equal_files(places)
+    add_split_folders(places)
     found = commands(places)
     if args.json:
         page = {"places": [_as_json(place) for place in places], "commands": found}

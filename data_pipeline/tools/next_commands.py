@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -14,7 +13,6 @@ from data_pipeline.core.sample import Medium
 from data_pipeline.core.value_range import VALUE_RANGE, ValueRange
 from data_pipeline.sources.known_layouts import TEST, TRAIN
 from data_pipeline.sources.layout import Layout
-from data_pipeline.storage.locations import is_remote
 from data_pipeline.tools.census import Census
 from data_pipeline.tools.findings import Place
 
@@ -41,7 +39,7 @@ def commands(places: Sequence[Place]) -> list[list[str]]:
             continue
         if place.manifest is not None:
             found += [[*_DATA, "verify", place.path], [*_DATA, "preview", place.path, "--out", "grid.png"]]
-        elif is_remote(place.path) or max(len(places), len(place.tars)) > 1:
+        elif max(len(places), len(place.tars)) > 1:
             tars += [(location, place) for location in place.tars]
         if place.files is not None and place.layout is not None and not any(place is each for _, each in tars):
             found += _of_files(place, place.files.root, place.layout)
@@ -51,19 +49,16 @@ def commands(places: Sequence[Place]) -> list[list[str]]:
 def _of_tars(tars: Sequence[tuple[str, Place]]) -> list[list[str]]:
     """Return the commands that index tars, and of the one that trains on the first two."""
     found: list[list[str]] = []
-    directories: list[str] = []
     for location, place in tars:
-        name = re.sub(r"[^A-Za-z0-9]+", "-", location.rpartition("/")[2].removesuffix(".tar")).strip("-")
-        directories.append(f"data/{name}" if is_remote(location) else location)
-        words = [*_DATA, "index", location, *(("--out", directories[-1]) if is_remote(location) else ())]
+        words = [*_DATA, "index", location]
         if found:
-            words += ["--classes-of", directories[0]]
+            words += ["--classes-of", tars[0][0]]
         else:
             words += ["--size", str(_SIZE)]
             words += [f"--value-range={value}" for value in _value_range(place.census.limits).values()]
         found.append(words)
     if len(tars) > 1:
-        found.append(_train("picture", directories[0], directories[1], len(tars[0][1].is_good), tars[0][1].census))
+        found.append(_train("picture", tars[0][0], tars[1][0], len(tars[0][1].is_good), tars[0][1].census))
     return found
 
 

@@ -46,7 +46,7 @@ def test_a_location_that_names_no_tars_is_refused_in_a_sentence(tmp_path: Path, 
 def test_a_compressed_tar_and_other_files_are_refused(tmp_path: Path) -> None:
     content = (simple(tmp_path, [3]) / "train-0000.tar").read_bytes()
     for name, wrong, mend in (
-        ("x.tar.gz", gzip.compress(content), "gunzip -c .*x.tar.gz"),
+        ("x.tar.gz", gzip.compress(content), "unpack it"),
         ("x.tar", b"no", "leave it"),
     ):
         (tmp_path / name).write_bytes(wrong)

@@ -14,8 +14,7 @@ from configs.resolve import resolve_recipe
 from data_pipeline.__main__ import main
 from data_pipeline.storage.manifest import load_manifest
 from tests.commands import Done, call
-from tests.data_pipeline.layouts import LAYOUTS, animals, encoded, packed, sound, write
-from tests.data_pipeline.remote.http_server import serve
+from tests.data_pipeline.layouts import LAYOUTS, animals, encoded, sound, write
 
 
 class Looker:
@@ -146,27 +145,12 @@ def test_a_dataset_that_is_built_needs_no_other_command(look: Looker) -> None:
 
 @pytest.mark.parametrize(
     ("path", "mend"),
-    [("s3://bucket/photos", "name its tars"), ("nowhere", "does not exist"), ("none.csv", "does not exist")],
+    [("s3://bucket/photos", "copy it to this machine"), ("nowhere", "does not exist"), ("none.csv", "does not exist")],
 )
 def test_what_cannot_be_looked_at_says_what_to_name(path: str, mend: str, look: Looker) -> None:
     done = look(path)
     assert done.status == 2
     assert mend in done.stderr
-
-
-def test_remote_tars_are_fetched_and_indexed_where_they_are(look: Looker) -> None:
-    with serve(look.directory / "server") as server:
-        for split, start in (("train", 0), ("test", 100)):
-            for shard in range(5):
-                number = start + 10 * shard
-                files = {
-                    f"{number + i}.{e}": v for i in range(3) for e, v in (("jpg", encoded(number + i)), ("cls", "a"))
-                }
-                write(look.directory / "server", {f"{split}-{shard}.tar": packed(files)})
-        done = look(*(f"{server.url}/{split}-{{0..4}}.tar" for split in ("train", "test")))
-        assert "2 more tars, which were not fetched" in done.stdout
-        _, built = look.run_printed(done.stdout)
-        assert [load_manifest(directory).num_samples for directory in built.values()] == [15, 15]
 
 
 def test_what_is_left_out_is_said(look: Looker) -> None:
