@@ -11,8 +11,9 @@ Options: the network can see a smaller picture (`downsample_to`). It can be kept
 picture (`mask`), and it can change only some of the views (`dropout_rate`).
 
 Some convolutions are computed in another order than in the paper, with equal results: see `upsample_convolve` and
-`convolve_large_kernel`. In bfloat16 or float16 on a GPU, all maps are channels_last, and kernels in Triton make borders
-and norms (`viewmaker_kernels`). Otherwise, and if Triton does not work here, torch's layers run.
+`convolve_large_kernel`. Each layer returns its map with the mirrored border that the next convolution reads. On a GPU,
+all maps are channels_last, and kernels in Triton make norms with what follows them (`viewmaker_kernels`). On a CPU, in
+float64, and if Triton does not work here, torch's layers run.
 
 Legend: B samples, C channels, H rows, W columns, I and O input and output channels, K kernel size.
 """
@@ -164,7 +165,7 @@ def attacked_views(keys: DrawKeys, *, rate: float, pairing: Pairing = "independe
 
 
 _KERNEL_DEVICE = "cuda"
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -178,13 +179,11 @@ def _try_out(_: ModuleType, dtype: torch.dtype) -> None:
     on_gpu = dataclasses.replace(keys, index_B=keys.index_B.to(_KERNEL_DEVICE))
     noise_LBHW = draw_noise(keys, 8, 8, layers=range(2))
     check_near(draw_noise(on_gpu, 8, 8, layers=range(2)), noise_LBHW)
-    if dtype not in _KERNEL_DTYPES:
-        return
     draws, results = torch.Generator().manual_seed(0), []
-    maps = (torch.randn(2, channels, 8, 8, generator=draws).to(dtype) for channels in (16, 17))
+    maps = (torch.randn(2, channels, 10, 10, generator=draws).to(dtype) for channels in (16, 17))
     x_BCHW, grad_BCHW = (each.contiguous(memory_format=torch.channels_last) for each in maps)
     with torch.random.fork_rng(devices=[]):
-        layer = ConvNorm(16, 16, kernel_size=3).to(dtype)
+        layer = ConvNorm(16, 16).to(dtype)
     for device, own_dtype in (("cpu", torch.float64), (_KERNEL_DEVICE, dtype)):
         own = copy.deepcopy(layer).to(device, own_dtype)
         x, grad, noise = (each.to(device, own_dtype) for each in (x_BCHW, grad_BCHW, noise_LBHW[0]))
@@ -197,25 +196,20 @@ def _try_out(_: ModuleType, dtype: torch.dtype) -> None:
         check_near(found, expected)
 
 
+def _convolved_dtype(x: Tensor) -> torch.dtype:
+    is_cast = x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)
+    return torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
+
+
 def _has_kernels(x: Tensor) -> bool:
-    return x.device.type == _KERNEL_DEVICE and x.dtype in _KERNEL_DTYPES and _works(x.dtype)
+    if x.device.type != _KERNEL_DEVICE:
+        return False
+    dtype = _convolved_dtype(x)
+    return dtype in _KERNEL_DTYPES and _works(dtype)
 
 
-def _as_convolved(x: Tensor) -> Tensor:
-    """Return float32 in the dtype in which autocast convolves it, if there are kernels for that."""
-    if x.device.type != _KERNEL_DEVICE or x.dtype != torch.float32 or not torch.is_autocast_enabled(_KERNEL_DEVICE):
-        return x
-    half = x.to(torch.get_autocast_dtype(_KERNEL_DEVICE))
-    return half if _has_kernels(half) else x
-
-
-def _with_border(x_BCHW: Tensor, border: int, *, repeat_edge: bool = False) -> Tensor:
+def with_border(x_BCHW: Tensor, border: int, *, repeat_edge: bool = False) -> Tensor:
     """Mirror the pixels at each edge, without the edge or, for a border of one pixel, the edge itself."""
-    if _has_kernels(x_BCHW):
-        from trainer.views import viewmaker_kernels  # not at the top: Triton is large, and not on every system
-
-        padded_BCHW: Tensor = viewmaker_kernels.pad(x_BCHW, border, repeat_edge)
-        return padded_BCHW
     if repeat_edge and torch.compiler.is_compiling():  # torch 2.11 compiles its backward pass with wrong strides
         x_BCHW = torch.cat([x_BCHW[:, :, :1], x_BCHW, x_BCHW[:, :, -1:]], dim=2)
         return torch.cat([x_BCHW[..., :1], x_BCHW, x_BCHW[..., -1:]], dim=3)
@@ -223,39 +217,37 @@ def _with_border(x_BCHW: Tensor, border: int, *, repeat_edge: bool = False) -> T
 
 
 def upsample_convolve(x_BIHW: Tensor, weight_OIKK: Tensor) -> Tensor:
-    """Repeat every pixel 2 x 2, pad by one reflected pixel, convolve 3 x 3: (B, I, H, W) to (B, O, 2H, 2W).
+    """Repeat every pixel 2 x 2, pad by one reflected pixel, convolve 3 x 3: (B, I, H + 2, W + 2) to (B, O, 2H, 2W).
 
     Computed as one transposed convolution of the small map with stride 2. Its 4 x 4 kernel sums the taps on the same
     small pixel, so four output pixels need 16 products instead of 36. A reflected pixel of the large map repeats the
-    edge of the small map.
+    edge of the small map: its border of one pixel, which the input has.
     """
     taps_OIKK = F.avg_pool2d(weight_OIKK, 2, stride=1, padding=1, divisor_override=1)  # a sum: divided by 1
-    padded_BIHW = _with_border(x_BIHW, 1, repeat_edge=True)
     if x_BIHW.device.type == "cpu" and weight_OIKK.shape[0] <= _FEW_CHANNELS:
-        padded_BIHW = padded_BIHW.contiguous(memory_format=torch.channels_last)
-    return F.conv_transpose2d(padded_BIHW, taps_OIKK.flip(2, 3).transpose(0, 1), stride=2, padding=3)
+        x_BIHW = x_BIHW.contiguous(memory_format=torch.channels_last)
+    return F.conv_transpose2d(x_BIHW, taps_OIKK.flip(2, 3).transpose(0, 1), stride=2, padding=3)
 
 
 def convolve_large_kernel(x_BIHW: Tensor, weight_OIKK: Tensor) -> Tensor:
-    """Convolve K x K with reflection padding, to the same size, which is even. Fast for few channels.
+    """Convolve K x K. The input has a border of K // 2 pixels, and the output, without it, an even size.
 
-    On a CPU, and if O is at most 8, the four output pixels of a 2 x 2 square become channels of a convolution with
-    stride 2. Its K + 1 x K + 1 kernels are the same kernel at the four places. A processor's vector lanes hold 8 or 16
-    channels; 3 output channels would leave most of them empty.
+    Fast for few channels: on a CPU, and if O is at most 8, the four output pixels of a 2 x 2 square become channels of
+    a convolution with stride 2. Its K + 1 x K + 1 kernels are the same kernel at the four places. A processor's vector
+    lanes hold 8 or 16 channels; 3 output channels would leave most of them empty.
     """
-    padded_BIHW = _with_border(x_BIHW, weight_OIKK.shape[-1] // 2)
     if x_BIHW.device.type != "cpu":
-        return F.conv2d(padded_BIHW, weight_OIKK)
-    padded_BIHW = padded_BIHW.contiguous(memory_format=torch.channels_last)
+        return F.conv2d(x_BIHW, weight_OIKK)
+    x_BIHW = x_BIHW.contiguous(memory_format=torch.channels_last)
     if weight_OIKK.shape[0] > _FEW_CHANNELS:
-        return F.conv2d(padded_BIHW, weight_OIKK)
+        return F.conv2d(x_BIHW, weight_OIKK)
     places = [F.pad(weight_OIKK, (right, 1 - right, down, 1 - down)) for down in (0, 1) for right in (0, 1)]
     kernels_XIKK = torch.stack(places, dim=1).flatten(0, 1)  # X = 4 O; kernels of K + 1 x K + 1
-    return F.pixel_shuffle(F.conv2d(padded_BIHW, kernels_XIKK, stride=2), 2)
+    return F.pixel_shuffle(F.conv2d(x_BIHW, kernels_XIKK, stride=2), 2)
 
 
 def _convolve(x_BIHW: Tensor, weight_OIKK: Tensor, resize: Literal["down", "up"] | None = None) -> Tensor:
-    """Convolve with reflection padding. If there are kernels, weights of 0 fill O and I up to multiples of 8."""
+    """Convolve a map with a border. If there are kernels, weights of 0 fill O and I up to multiples of 8."""
     O, I = weight_OIKK.shape[:2]  # noqa: E741
     if _has_kernels(x_BIHW) and (O % 8 or I % 8):
         weight_OIKK = F.pad(weight_OIKK, (0, 0, 0, 0, 0, -I % 8, 0, -O % 8))
@@ -263,11 +255,14 @@ def _convolve(x_BIHW: Tensor, weight_OIKK: Tensor, resize: Literal["down", "up"]
         return upsample_convolve(x_BIHW, weight_OIKK)
     if weight_OIKK.shape[-1] == _LARGE_KERNEL:
         return convolve_large_kernel(x_BIHW, weight_OIKK)
-    return F.conv2d(_with_border(x_BIHW, weight_OIKK.shape[-1] // 2), weight_OIKK, stride=2 if resize == "down" else 1)
+    return F.conv2d(x_BIHW, weight_OIKK, stride=2 if resize == "down" else 1)
 
 
 class ConvNorm(nn.Module):
-    """A convolution (reflection padding) and an instance norm with scale and shift, without running statistics.
+    """A convolution and an instance norm with scale and shift, without running statistics.
+
+    It reads and returns maps with a border: `border` pixels for the next convolution, which mirror the map without its
+    edge, or with it (`repeat_edge`).
 
     The norm cancels the bias of the convolution. The published network has this bias, so it is here too, but it is not
     added, and `Viewmaker` sets its gradient to exactly 0. Adam would turn a rounding error in place of 0 into full
@@ -275,38 +270,49 @@ class ConvNorm(nn.Module):
     """
 
     def __init__(
-        self, in_channels: int, out_channels: int, *, kernel_size: int, resize: Literal["down", "up"] | None = None
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        kernel_size: int = 3,
+        resize: Literal["down", "up"] | None = None,
+        border: int = 1,
+        repeat_edge: bool = False,
     ) -> None:
         super().__init__()
         self.conv = nn.Conv2d(in_channels, out_channels, kernel_size)
         self.norm = nn.InstanceNorm2d(out_channels, affine=True)
-        self.resize = resize
+        self.resize, self.border, self.repeat_edge = resize, border, repeat_edge
 
     def forward(self, x_BCHW: Tensor, residual_BCHW: Tensor | None = None, noise_BHW: Tensor | None = None) -> Tensor:
-        """Return the ReLU of the normalised map, or its sum with a residual, and append the noise, if there is any."""
+        """Return the ReLU of the normalised map, or its sum with a residual, and append the noise, if there is any.
+
+        The residual has a border of one pixel.
+        """
         norm = self.norm
         y_BCHW = _convolve(x_BCHW, self.conv.weight, self.resize)
         if _has_kernels(y_BCHW):
-            from trainer.views import viewmaker_kernels
+            from trainer.views import viewmaker_kernels  # not at the top: Triton is large, and not on every system
 
             y_BCHW = y_BCHW.contiguous(memory_format=torch.channels_last)  # as it is, unless torch has no such form
             out_BCHW: Tensor = viewmaker_kernels.normalise(
-                y_BCHW, norm.weight, norm.bias, residual_BCHW, noise_BHW, norm.eps
+                y_BCHW, norm.weight, norm.bias, residual_BCHW, noise_BHW, norm.eps, self.border, self.repeat_edge
             )[0]
             return out_BCHW
         # With one channel in each group, group norm is instance norm; it is twice as fast if the map is contiguous.
         y_BCHW = F.group_norm(y_BCHW.contiguous(), y_BCHW.shape[1], norm.weight, norm.bias, norm.eps)
-        y_BCHW = F.relu(y_BCHW) if residual_BCHW is None else residual_BCHW + y_BCHW
-        return y_BCHW if noise_BHW is None else append_channel(y_BCHW, noise_BHW)
+        y_BCHW = F.relu(y_BCHW) if residual_BCHW is None else residual_BCHW[..., 1:-1, 1:-1] + y_BCHW
+        y_BCHW = y_BCHW if noise_BHW is None else append_channel(y_BCHW, noise_BHW)
+        return with_border(y_BCHW, self.border, repeat_edge=self.repeat_edge)
 
 
 class Residual(nn.Module):
     """A residual block, x + norm(conv(relu(norm(conv(x))))), with no activation after the sum."""
 
-    def __init__(self, num_channels: int) -> None:
+    def __init__(self, num_channels: int, *, repeat_edge: bool = False) -> None:
         super().__init__()
-        self.first = ConvNorm(num_channels, num_channels, kernel_size=3)
-        self.second = ConvNorm(num_channels, num_channels, kernel_size=3)
+        self.first = ConvNorm(num_channels, num_channels)
+        self.second = ConvNorm(num_channels, num_channels, repeat_edge=repeat_edge)
 
     def forward(self, x_BCHW: Tensor, noise_BHW: Tensor | None = None) -> Tensor:
         """Return the sum, with the channel of noise of the next block, if there is one."""
@@ -325,15 +331,18 @@ class Viewmaker(nn.Module):
         self.stem = nn.ModuleList(
             [
                 ConvNorm(image_channels + 1, width, kernel_size=_LARGE_KERNEL),
-                ConvNorm(width, 2 * width, kernel_size=3, resize="down"),
-                ConvNorm(2 * width, 4 * width, kernel_size=3, resize="down"),
+                ConvNorm(width, 2 * width, resize="down"),
+                ConvNorm(2 * width, 4 * width, resize="down"),
             ]
         )
-        self.blocks = nn.ModuleList([Residual(4 * width + 1 + block) for block in range(config.num_res_blocks)])
+        num_blocks = config.num_res_blocks
+        self.blocks = nn.ModuleList(
+            [Residual(4 * width + 1 + block, repeat_edge=block == num_blocks - 1) for block in range(num_blocks)]
+        )
         self.upsample = nn.ModuleList(
             [
-                ConvNorm(4 * width + config.num_res_blocks, 2 * width, kernel_size=3, resize="up"),
-                ConvNorm(2 * width, width, kernel_size=3, resize="up"),
+                ConvNorm(4 * width + num_blocks, 2 * width, resize="up", repeat_edge=True),
+                ConvNorm(2 * width, width, resize="up", border=_LARGE_KERNEL // 2),
             ]
         )
         self.out = nn.Conv2d(width, image_channels, _LARGE_KERNEL)
@@ -398,10 +407,10 @@ class Viewmaker(nn.Module):
         (noise_BHW,) = draw_noise(keys, H, W, layers=range(1))
         noise_of_blocks_LBHW = draw_noise(keys, H // _STRIDE, W // _STRIDE, layers=range(1, 1 + len(self.blocks)))
         learns = self.out.weight.requires_grad  # an argument, because the compiler does not see this flag change
-        return self._layers(_as_convolved(append_channel(x_BCHW, noise_BHW)), noise_of_blocks_LBHW, learns)
+        return self._layers(_entering(append_channel(x_BCHW, noise_BHW)), noise_of_blocks_LBHW, learns)
 
     def _run_layers(self, x_BCHW: Tensor, noise_of_blocks_LBHW: Tensor, learns: bool) -> Tensor:
-        """Return the perturbations before the budget, from pictures with their channel of noise."""
+        """Return the perturbations before the budget, from pictures with their channel of noise and a border."""
 
         def called(layer: nn.Module, noise_BHW: Tensor | None) -> Callable[[Tensor], Tensor]:
             return lambda x_BCHW: layer(x_BCHW, noise_BHW=noise_BHW)
@@ -412,12 +421,9 @@ class Viewmaker(nn.Module):
         checkpointing = self.checkpointing if self.training else "none"
         assert self.out.bias is not None
         x_BCHW = run_blocks(blocks, x_BCHW, checkpointing=checkpointing)
-        r_BCHW = _convolve(x_BCHW, self.out.weight)
-        if _has_kernels(r_BCHW):
-            from trainer.views import viewmaker_kernels
-
-            r_BCHW = viewmaker_kernels.fold(r_BCHW, len(self.out.bias), 0, False)  # without the filled channels
-        r_BCHW = r_BCHW + self.out.bias[:, None, None]
+        r_BHWC = _convolve(x_BCHW, self.out.weight).permute(0, 2, 3, 1)
+        # Without channels that are only filled; the gradient of this slice is channels_last, too.
+        r_BCHW = r_BHWC[..., : len(self.out.bias)].permute(0, 3, 1, 2) + self.out.bias[:, None, None]
         if not learns:
             return r_BCHW
         unused = [module.conv.bias for module in self.modules() if isinstance(module, ConvNorm)]
@@ -481,6 +487,15 @@ def draw_noise(keys: DrawKeys, height: int, width: int, *, layers: range) -> Ten
         noise_LBHW: Tensor = viewmaker_kernels.noise(keys, height, width, purposes)
         return noise_LBHW
     return uniforms(keys, height * width, purposes=purposes).view(len(layers), -1, height, width)
+
+
+def _entering(x_BCHW: Tensor) -> Tensor:
+    """Return pictures with the border of the first convolution; if there are kernels, with filled channels."""
+    x_BCHW = with_border(x_BCHW, _LARGE_KERNEL // 2)
+    if not _has_kernels(x_BCHW):
+        return x_BCHW
+    filled_BCHW = F.pad(x_BCHW, (0, 0, 0, 0, 0, -x_BCHW.shape[1] % 8))
+    return filled_BCHW.to(_convolved_dtype(x_BCHW), memory_format=torch.channels_last)
 
 
 def append_channel(x_BCHW: Tensor, channel_BHW: Tensor) -> Tensor:

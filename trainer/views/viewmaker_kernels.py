@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""Kernels in Triton for the viewmaker on a GPU: borders, and instance norm with what follows it, each in one launch.
+"""Kernels in Triton for the viewmaker on a GPU: noise, and instance norm with what follows it, in one launch each way.
 
-Maps are channels_last. The channels of a map are filled up to a multiple of 8 with zeros, as tensor cores need them, so
-the weights of a norm tell how many channels there really are. Sums and statistics are float32 and are added in a fixed
-order, so the same inputs give the same bits. A launch is an operator of torch; its form for tensors without data is the
-same function, because `launch` does nothing with them. Sizes are constants of a kernel, so each layer compiles its own.
+Maps are channels_last, and have the mirrored border that the next convolution reads. The channels of a map are filled
+up to a multiple of 8 with zeros, as tensor cores need them, so the weights of a norm tell how many channels there
+really are. Sums and statistics are float32 and are added in a fixed order, so the same inputs give the same bits. A
+launch is an operator of torch; its form for tensors without data is the same function, because `launch` does nothing
+with them. Sizes are constants of a kernel, so each layer compiles its own.
 
 Shapes: B samples, C channels, H rows, W columns.
 """
@@ -32,10 +33,10 @@ def filled(channels: int) -> int:
     return -(-channels // 8) * 8
 
 
-def _launch(kernel: Any, rows: int, channels: int, *arguments: Any, of_samples: bool = False, **constants: Any) -> None:
-    """Launch programs for tiles of pixels and channels, or with `of_samples` for samples and tiles of channels."""
+def _launch(kernel: Any, samples: int, channels: int, *arguments: Any, **constants: Any) -> None:
+    """Launch programs for samples and tiles of channels."""
     tile = min(_MOST_CHANNELS, triton.next_power_of_2(channels))
-    programs = (rows if of_samples else triton.cdiv(rows, _TILE // tile), triton.cdiv(channels, tile))
+    programs = samples, triton.cdiv(channels, tile)
     launch(kernel, programs, *arguments, **constants, ROWS=_TILE // tile, TILE=tile, num_warps=8)
 
 
@@ -79,25 +80,6 @@ def _inside(place, SIZE: tl.constexpr, REPEAT: tl.constexpr):
 
 
 @triton.jit
-def _pad_kernel(
-    x_ptr, out_ptr, num_pixels,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OUT: tl.constexpr, STEP_B: tl.constexpr, STEP_C: tl.constexpr,
-    STEP_H: tl.constexpr, STEP_W: tl.constexpr, BORDER: tl.constexpr, REPEAT: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-):  # fmt: skip
-    pixel = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # of the output
-    channel = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    exists = (pixel < num_pixels)[:, None]
-    w = _inside(pixel % (W + 2 * BORDER) - BORDER, W, REPEAT)
-    pixel //= W + 2 * BORDER
-    h = _inside(pixel % (H + 2 * BORDER) - BORDER, H, REPEAT)
-    place = (pixel // (H + 2 * BORDER)).to(tl.int64) * STEP_B + h * STEP_H + w * STEP_W
-    x = tl.load(x_ptr + place[:, None] + (channel * STEP_C)[None, :], exists & (channel < C)[None, :], other=0.0)
-    out_ptr += tl.program_id(0).to(tl.int64) * ROWS * OUT
-    tl.store(out_ptr + tl.arange(0, ROWS)[:, None] * OUT + channel[None, :], x, exists & (channel < OUT)[None, :])
-
-
-@triton.jit
 def _image(place, SIZE: tl.constexpr, BORDER: tl.constexpr, REPEAT: tl.constexpr, number: tl.constexpr):
     """Return a place (0) or its mirror image in the border before (1) or behind (2) it, and whether it exists."""
     if number == 0:
@@ -109,105 +91,29 @@ def _image(place, SIZE: tl.constexpr, BORDER: tl.constexpr, REPEAT: tl.constexpr
     return image, (image >= BORDER + SIZE) & (image < 2 * BORDER + SIZE)
 
 
-@triton.jit
-def _fold_kernel(
-    padded_ptr, x_ptr, num_pixels,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OUT: tl.constexpr, BORDER: tl.constexpr, REPEAT: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    pixel = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # without the border
-    channel = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    exists = (pixel < num_pixels)[:, None] & (channel < C)[None, :]
-    w = pixel % W
-    h = pixel // W % H
-    first_row = (pixel // (H * W)).to(tl.int64) * (H + 2 * BORDER)
-    total = tl.zeros((ROWS, TILE), tl.float32)
-    for i in tl.static_range(3):
-        row, has_row = _image(h, H, BORDER, REPEAT, i)
-        for j in tl.static_range(3):
-            column, has_column = _image(w, W, BORDER, REPEAT, j)
-            place = ((first_row + row) * (W + 2 * BORDER) + column) * OUT
-            loaded = exists & (has_row & has_column)[:, None]
-            total += tl.load(padded_ptr + place[:, None] + channel[None, :], loaded, other=0.0).to(tl.float32)
-    x_ptr += tl.program_id(0).to(tl.int64) * ROWS * C
-    place = tl.arange(0, ROWS)[:, None] * C + channel[None, :]
-    tl.store(x_ptr + place, total.to(x_ptr.dtype.element_ty), exists)
-
-
-@_operator
-def pad(x: Tensor, border: int, repeat_edge: bool) -> Tensor:
-    """Return a map with a border that mirrors it, without or with its edge, and with filled channels.
-
-    `x` has any strides. The border is narrower than the map.
-    """
-    B, C, H, W = x.shape
-    out = _map(x, filled(C), H + 2 * border, W + 2 * border)
-    steps: dict[str, Any] = dict(zip(("STEP_B", "STEP_C", "STEP_H", "STEP_W"), x.stride(), strict=True))
-    num_pixels = B * out.shape[2] * out.shape[3]
-    sizes: dict[str, Any] = {"C": C, "H": H, "W": W, "OUT": out.shape[1], "BORDER": border, "REPEAT": int(repeat_edge)}
-    _launch(_pad_kernel, num_pixels, out.shape[1], x, out, num_pixels, **sizes, **steps)
-    return out
-
-
-@_operator
-def fold(padded: Tensor, channels: int, border: int, repeat_edge: bool) -> Tensor:
-    """Return the sum of each pixel and its images in the border, of the first channels: the gradient of `pad`."""
-    B, filled_channels, H, W = padded.shape
-    H, W = H - 2 * border, W - 2 * border
-    x = _map(padded, channels, H, W)
-    sizes: dict[str, Any] = {
-        "C": channels,
-        "H": H,
-        "W": W,
-        "OUT": filled_channels,
-        "BORDER": border,
-        "REPEAT": int(repeat_edge),
-    }
-    _launch(_fold_kernel, B * H * W, channels, padded, x, B * H * W, **sizes)
-    return x
-
-
-def _keep_form(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.channels, (ctx.border, ctx.repeat_edge) = inputs[0].shape[1], inputs[-2:]
-
-
-def _pad_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    grad = grad.contiguous(memory_format=torch.channels_last)
-    return fold(grad, ctx.channels, ctx.border, ctx.repeat_edge), None, None
-
-
-def _fold_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return pad(grad, ctx.border, ctx.repeat_edge), None, None, None
-
-
-pad.register_autograd(_pad_backward, setup_context=_keep_form)
-fold.register_autograd(_fold_backward, setup_context=_keep_form)
-
-
 @triton.jit(do_not_specialize=["eps"])
 def _normalise_kernel(
     y_ptr, weight_ptr, bias_ptr, residual_ptr, noise_ptr, out_ptr, stats_ptr, eps,
-    PIXELS: tl.constexpr, C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, RESIDUAL: tl.constexpr,
-    NOISE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BORDER: tl.constexpr,
+    REPEAT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     sample = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * TILE + tl.arange(0, TILE)
     pixel = tl.arange(0, ROWS)
     known = channel < C  # the others are 0, and loaded too, so that 16 bytes are loaded at once
     filled = (channel < IN)[None, :]
-    inside = pixel[:, None] * IN + channel[None, :]
-    y_ptr += sample * PIXELS * IN
-    residual_ptr += sample * PIXELS * IN
-    noise_ptr += sample * PIXELS
-    out_ptr += sample * PIXELS * OUT
+    PIXELS: tl.constexpr = H * W
+    OUT_PIXELS: tl.constexpr = (H + 2 * BORDER) * (W + 2 * BORDER)
+    y_ptr += sample * PIXELS * IN + channel[None, :]
+    out_ptr += sample * OUT_PIXELS * OUT + channel[None, :]
     # Distances from the mean of the first tile: a mean of squares minus a squared mean would cancel for a large mean.
-    near = tl.sum(tl.load(y_ptr + inside, (pixel < PIXELS)[:, None] & filled, other=0.0).to(tl.float32), 0)
+    near = tl.sum(tl.load(y_ptr + pixel[:, None] * IN, (pixel < PIXELS)[:, None] & filled, other=0.0).to(tl.float32), 0)
     near /= PIXELS if PIXELS < ROWS else ROWS
     total = tl.zeros((ROWS, TILE), tl.float32)
     squares = tl.zeros((ROWS, TILE), tl.float32)
     for start in tl.range(0, PIXELS, ROWS, num_stages=3):
         exists = (start + pixel < PIXELS)[:, None] & filled
-        y = tl.load(y_ptr + start * IN + inside, exists, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + (start + pixel)[:, None] * IN, exists, other=0.0).to(tl.float32)
         apart = tl.where(exists, y - near[None, :], 0.0)
         total += apart
         squares += apart * apart
@@ -219,56 +125,71 @@ def _normalise_kernel(
     tl.store(stats_ptr + C, invstd, known)
     scale = invstd * tl.load(weight_ptr + channel, known, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + channel, known, other=0.0).to(tl.float32)
-    for start in tl.range(0, PIXELS, ROWS, num_stages=3):
-        there = start + pixel < PIXELS
+    for start in tl.range(0, OUT_PIXELS, ROWS, num_stages=2):
+        there = start + pixel < OUT_PIXELS
         exists = there[:, None] & filled
-        y = tl.load(y_ptr + start * IN + inside, exists, other=0.0).to(tl.float32)
+        h = _inside((start + pixel) // (W + 2 * BORDER) - BORDER, H, REPEAT)
+        w = _inside((start + pixel) % (W + 2 * BORDER) - BORDER, W, REPEAT)
+        y = tl.load(y_ptr + (h * W + w)[:, None] * IN, exists, other=0.0).to(tl.float32)
         out = tl.fma(y - mean[None, :], scale[None, :], bias[None, :])
-        if RESIDUAL:
-            out += tl.load(residual_ptr + start * IN + inside, exists, other=0.0).to(tl.float32)
+        if residual_ptr is not None:
+            place = sample * ((H + 2) * (W + 2)) + (h + 1) * (W + 2) + w + 1  # a residual has a border of 1
+            out += tl.load(residual_ptr + place[:, None] * IN + channel[None, :], exists, other=0.0).to(tl.float32)
         else:
             out = tl.where(out <= 0.0, 0.0, out)
-        if NOISE:
-            noise = tl.load(noise_ptr + start + pixel, there, other=0.0).to(tl.float32)
+        if noise_ptr is not None:
+            noise = tl.load(noise_ptr + sample * PIXELS + h * W + w, there, other=0.0).to(tl.float32)
             out = tl.where((channel == C)[None, :], noise[:, None], out)
-        place = (start + pixel)[:, None] * OUT + channel[None, :]
-        tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), there[:, None] & (channel < OUT)[None, :])
-
-
-@triton.jit
-def _before_relu(grad_ptr, y_ptr, exists, mean, scale, bias, RELU: tl.constexpr):
-    """Return the gradient in front of the ReLU, and the distances from the mean."""
-    apart = tl.load(y_ptr, exists, other=0.0).to(tl.float32) - mean[None, :]
-    grad = tl.load(grad_ptr, exists, other=0.0).to(tl.float32)
-    if RELU:
-        grad = tl.where(tl.fma(apart, scale[None, :], bias[None, :]) <= 0.0, 0.0, grad)
-    return grad, apart
+        stored = there[:, None] & (channel < OUT)[None, :]
+        tl.store(out_ptr + (start + pixel)[:, None] * OUT, out.to(out_ptr.dtype.element_ty), stored)
 
 
 @triton.jit
 def _normalise_gradient_kernel(
-    grad_ptr, y_ptr, weight_ptr, bias_ptr, stats_ptr, grad_y_ptr, sums_ptr,
-    PIXELS: tl.constexpr, C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, RELU: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr,
+    grad_ptr, y_ptr, weight_ptr, bias_ptr, stats_ptr, inner_ptr, grad_y_ptr, sums_ptr,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BORDER: tl.constexpr,
+    REPEAT: tl.constexpr, RELU: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write weight / std * (grad - mean of grad - normalised y * mean of grad * normalised y), and those two sums."""
+    """Write weight / std * (grad - mean of grad - normalised y * mean of grad * normalised y), and those two sums.
+
+    `grad` is here the sum over a pixel and its images in the border, and 0 if the ReLU is. It is stored in `inner`,
+    which is the gradient of the residual if there is no ReLU, and then has a border of zeros.
+    """
     sample = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * TILE + tl.arange(0, TILE)
     pixel = tl.arange(0, ROWS)
     known = channel < C
     filled = (channel < IN)[None, :]
+    PIXELS: tl.constexpr = H * W
+    EDGE: tl.constexpr = 0 if RELU else 1  # the border of `inner`
+    INNER_PIXELS: tl.constexpr = (H + 2 * EDGE) * (W + 2 * EDGE)
     mean = tl.load(stats_ptr + sample * 2 * C + channel, known, other=0.0)
     invstd = tl.load(stats_ptr + sample * 2 * C + C + channel, known, other=0.0)
     scale = invstd * tl.load(weight_ptr + channel, known, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + channel, known, other=0.0).to(tl.float32)
-    grad_ptr += sample * PIXELS * OUT + pixel[:, None] * OUT + channel[None, :]
-    y_ptr += sample * PIXELS * IN + pixel[:, None] * IN + channel[None, :]
-    grad_y_ptr += sample * PIXELS * IN + pixel[:, None] * IN + channel[None, :]
+    grad_ptr += sample * ((H + 2 * BORDER) * (W + 2 * BORDER)) * OUT + channel[None, :]
+    y_ptr += sample * PIXELS * IN + channel[None, :]
+    grad_y_ptr += sample * PIXELS * IN + channel[None, :]
+    inner_ptr += sample * INNER_PIXELS * IN + channel[None, :]
     products = tl.zeros((ROWS, TILE), tl.float32)
     total = tl.zeros((ROWS, TILE), tl.float32)
-    for start in tl.range(0, PIXELS, ROWS, num_stages=2):
-        exists = (start + pixel < PIXELS)[:, None] & filled
-        grad, apart = _before_relu(grad_ptr + start * OUT, y_ptr + start * IN, exists, mean, scale, bias, RELU)
+    for start in tl.range(0, INNER_PIXELS, ROWS, num_stages=1):
+        h = (start + pixel) // (W + 2 * EDGE) - EDGE
+        w = (start + pixel) % (W + 2 * EDGE) - EDGE
+        exists = ((h >= 0) & (h < H) & (w >= 0) & (w < W))[:, None] & filled
+        grad = tl.zeros((ROWS, TILE), tl.float32)
+        for i in tl.static_range(3):
+            row, has_row = _image(h, H, BORDER, REPEAT, i)
+            for j in tl.static_range(3):
+                column, has_column = _image(w, W, BORDER, REPEAT, j)
+                place = (row * (W + 2 * BORDER) + column) * OUT
+                loaded = exists & (has_row & has_column)[:, None]
+                grad += tl.load(grad_ptr + place[:, None], loaded, other=0.0).to(tl.float32)
+        apart = tl.load(y_ptr + (h * W + w)[:, None] * IN, exists, other=0.0).to(tl.float32) - mean[None, :]
+        if RELU:
+            grad = tl.where(tl.fma(apart, scale[None, :], bias[None, :]) <= 0.0, 0.0, grad)
+        stored = (start + pixel < INNER_PIXELS)[:, None] & filled
+        tl.store(inner_ptr + (start + pixel)[:, None] * IN, grad.to(inner_ptr.dtype.element_ty), stored)
         products += grad * apart
         total += grad
     product = tl.sum(products, 0) * invstd
@@ -278,47 +199,65 @@ def _normalise_gradient_kernel(
     tl.store(sums_ptr + C, level, known)
     level /= PIXELS
     slope = product * invstd / PIXELS
+    tl.debug_barrier()  # what a thread stored in `inner`, another one reads
     for start in tl.range(0, PIXELS, ROWS, num_stages=2):
         exists = (start + pixel < PIXELS)[:, None] & filled
-        grad, apart = _before_relu(grad_ptr + start * OUT, y_ptr + start * IN, exists, mean, scale, bias, RELU)
+        place = ((start + pixel) // W + EDGE) * (W + 2 * EDGE) + (start + pixel) % W + EDGE
+        grad = tl.load(inner_ptr + place[:, None] * IN, exists, other=0.0).to(tl.float32)
+        apart = tl.load(y_ptr + (start + pixel)[:, None] * IN, exists, other=0.0).to(tl.float32) - mean[None, :]
         grad = (grad - level[None, :] - apart * slope[None, :]) * scale[None, :]
-        tl.store(grad_y_ptr + start * IN, grad.to(grad_y_ptr.dtype.element_ty), exists)
+        tl.store(grad_y_ptr + (start + pixel)[:, None] * IN, grad.to(grad_y_ptr.dtype.element_ty), exists)
 
 
 @_operator
 def normalise(
-    y: Tensor, weight_C: Tensor, bias_C: Tensor, residual: Tensor | None, noise_BHW: Tensor | None, eps: float
+    y: Tensor,
+    weight_C: Tensor,
+    bias_C: Tensor,
+    residual: Tensor | None,
+    noise_BHW: Tensor | None,
+    eps: float,
+    border: int,
+    repeat_edge: bool,
 ) -> tuple[Tensor, Tensor]:
     """Normalise each channel of each sample; add the residual or, without one, take the ReLU; append the noise.
 
+    The residual has a border of 1, which is not added. The border of the result mirrors it, without or with its edge.
     Returns the map with filled channels, and mean and 1 / standard deviation (B, 2, C), which have no gradient.
     """
     (B, IN, H, W), C = y.shape, len(weight_C)
-    out = _map(y, filled(C + (noise_BHW is not None)), H, W)
+    out = _map(y, filled(C + (noise_BHW is not None)), H + 2 * border, W + 2 * border)
     stats = y.new_empty((B, 2, C), dtype=torch.float32)
-    sizes = {"PIXELS": H * W, "C": C, "IN": IN, "OUT": out.shape[1]}
-    flags = {"RESIDUAL": residual is not None, "NOISE": noise_BHW is not None}
-    maps = [y if each is None else each for each in (residual, noise_BHW)]
-    arguments = (y, weight_C, bias_C, *maps, out, stats, eps)
-    _launch(_normalise_kernel, B, out.shape[1], *arguments, of_samples=True, **sizes, **flags)
+    sizes = {"H": H, "W": W, "C": C, "IN": IN, "OUT": out.shape[1], "BORDER": border, "REPEAT": int(repeat_edge)}
+    arguments = (y, weight_C, bias_C, residual, noise_BHW, out, stats, eps)
+    _launch(_normalise_kernel, B, out.shape[1], *arguments, **sizes)
     return out, stats
 
 
 @_operator
 def _normalise_gradient(
-    grad: Tensor, y: Tensor, weight_C: Tensor, bias_C: Tensor, stats: Tensor, relu: bool
-) -> tuple[Tensor, Tensor]:
-    B, IN, H, W = y.shape
+    grad: Tensor,
+    y: Tensor,
+    weight_C: Tensor,
+    bias_C: Tensor,
+    stats: Tensor,
+    relu: bool,
+    border: int,
+    repeat_edge: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `y` and of the residual, and the sums for those of weight and bias, (B, 2, C)."""
+    (B, IN, H, W), C = y.shape, len(weight_C)
     grad_y, sums = torch.empty_like(y), torch.empty_like(stats)
-    sizes = {"PIXELS": H * W, "C": len(weight_C), "IN": IN, "OUT": grad.shape[1], "RELU": relu}
-    arguments = (grad, y, weight_C, bias_C, stats, grad_y, sums)
-    _launch(_normalise_gradient_kernel, B, IN, *arguments, of_samples=True, **sizes)
-    return grad_y, sums
+    inner = torch.empty_like(y) if relu else _map(y, IN, H + 2, W + 2)
+    sizes = {"H": H, "W": W, "C": C, "IN": IN, "OUT": grad.shape[1], "BORDER": border, "REPEAT": int(repeat_edge)}
+    arguments = (grad, y, weight_C, bias_C, stats, inner, grad_y, sums)
+    _launch(_normalise_gradient_kernel, B, IN, *arguments, **sizes, RELU=relu)
+    return grad_y, inner, sums
 
 
 def _keep_maps(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    y, weight_C, bias_C, residual, *_ = inputs
-    ctx.relu = residual is None
+    y, weight_C, bias_C, residual, _, _, border, repeat_edge = inputs
+    ctx.form = residual is None, border, repeat_edge
     ctx.save_for_backward(y, weight_C, bias_C, output[1])
     ctx.mark_non_differentiable(output[1])
 
@@ -326,9 +265,10 @@ def _keep_maps(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
 def _normalise_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     y, weight_C, *others = ctx.saved_tensors
     grad = grad.contiguous(memory_format=torch.channels_last)
-    grad_y, sums = _normalise_gradient(grad, y, weight_C, *others, ctx.relu)
+    grad_y, grad_residual, sums = _normalise_gradient(grad, y, weight_C, *others, *ctx.form)
     grad_weight_C, grad_bias_C = sums.sum(0).to(weight_C.dtype)
-    return grad_y, grad_weight_C, grad_bias_C, None if ctx.relu else grad[:, : y.shape[1]], None, None
+    has_residual = not ctx.form[0]
+    return grad_y, grad_weight_C, grad_bias_C, grad_residual if has_residual else None, *[None] * 4
 
 
 normalise.register_autograd(_normalise_backward, setup_context=_keep_maps)
