@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 TOPS = ("data_pipeline", "trainer", "configs", "launch")
 FURTHER = {  # for code of one's own, which other code does not need
     "data_pipeline.audio.log_mel": ("MelConfig", "mel_config"),
-    "data_pipeline.core.counter_rng": ("integers", "normal", "uniform"),
+    "data_pipeline.core.counter_rng": ("DrawKeys", "integers", "keys_of_rows", "normal", "uniform"),
     "data_pipeline.core.sample": ("MASK_OBJECT",),
     "data_pipeline.core.schema": ("Count", "Factor", "LayerSize", "PositiveFactor", "PositiveShare", "Share"),
     "trainer.config": ("RunConfig",),

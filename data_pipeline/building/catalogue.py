@@ -17,7 +17,6 @@ from data_pipeline.building.datasets import DATASETS, GENERATED, OVERLAY_MODES, 
 from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.options import (
     OVERLAY_OPTION,
-    NoOptions,
     Options,
     OptionValue,
 )
@@ -122,7 +121,7 @@ def open_dataset(
 
 def _checked_options(kind: type[SourceKind], given: SourceInputs) -> dict[str, OptionValue]:
     """Return the options of a source with their values. Raises `UserError` if one is wrong."""
-    schema: type[Schema] = getattr(kind, "options_schema", NoOptions)
+    schema: type[Schema] = getattr(kind, "options_schema", Schema)
     return given.read(schema).model_dump(exclude_none=True)
 
 

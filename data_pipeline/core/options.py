@@ -10,16 +10,10 @@ import argparse
 from collections.abc import Mapping
 from typing import Final
 
-from data_pipeline.core.schema import Schema
-
 OptionValue = str | int | float
 Options = Mapping[str, OptionValue]
 OVERLAY_OPTION: Final = "--overlay-option"
 SOURCE_OPTION: Final = "--source-option"
-
-
-class NoOptions(Schema):
-    """The options of a class that has none."""
 
 
 def add_option_argument(parser: argparse.ArgumentParser, flag: str, summary: str) -> None:

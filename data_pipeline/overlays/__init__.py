@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.options import OVERLAY_OPTION, NoOptions, Options, OptionValue
+from data_pipeline.core.options import OVERLAY_OPTION, Options, OptionValue
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, OVERLAY, Layout
 from data_pipeline.core.schema import Schema
 from data_pipeline.storage.manifest import LabelEntry
@@ -126,7 +126,7 @@ class Overlay(nn.Module, ABC):
     class_names: tuple[str, ...]  # in the order of the labels
     title: str = "object"  # what the label `overlay` is about, such as "digit"
     more_labels: Mapping[str, LabelEntry] = NOTHING_GIVEN  # the labels beside `overlay`, by name
-    options_schema: ClassVar[type[Schema]] = NoOptions  # with a field for each option of the user
+    options_schema: ClassVar[type[Schema]] = Schema  # with a field for each option of the user
 
     def options(self) -> dict[str, str | int | float]:
         """Return the other arguments of the constructor: `type(overlay)(**buffers, **options)` is the same overlay."""

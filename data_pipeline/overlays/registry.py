@@ -8,17 +8,16 @@ Guarantees: the same overlay gives the same bytes, and a loaded overlay draws th
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 import safetensors
 import safetensors.torch
-from pydantic import ValidationError
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.kinds import Names, path_of
-from data_pipeline.core.schema import Schema
 from data_pipeline.overlays import Overlay
 from data_pipeline.storage.manifest import read_file
 
@@ -36,13 +35,6 @@ OVERLAYS: Final[Mapping[str, str]] = {
 }
 NAMES: Final = Names("overlay", group="overlays", built_in=OVERLAYS)
 _HEADER_KEY: Final = "overlay"
-
-
-class OverlayHeader(Schema):
-    """The header of an overlay file: the overlay's name and its options."""
-
-    kind: str
-    options: dict[str, str | int | float]
 
 
 def kind_of(overlay: Overlay) -> str:
@@ -69,10 +61,10 @@ def find_overlay(kind: str) -> type[Overlay]:
 
 def save_overlay(overlay: Overlay, path: Path) -> str:
     """Write `overlay` to `path` and return the sha256 of the file."""
-    header = OverlayHeader(kind=kind_of(overlay), options=overlay.options())
+    header = json.dumps({"kind": kind_of(overlay), "options": overlay.options()}, separators=(",", ":"))
     buffers = {name: tensor.cpu().contiguous() for name, tensor in overlay.state_dict().items()}
     # One key only: safetensors writes several keys in an order that differs between processes.
-    data = safetensors.torch.save(buffers, metadata={_HEADER_KEY: header.model_dump_json()})
+    data = safetensors.torch.save(buffers, metadata={_HEADER_KEY: header})
     path.write_bytes(data)
     return hashlib.sha256(data).hexdigest()
 
@@ -86,12 +78,10 @@ def load_overlay(path: Path, *, sha256: str | None) -> Overlay:
     data = read_file(path, sha256=sha256)
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            header = OverlayHeader.model_validate_json(file.metadata()[_HEADER_KEY])
-        buffers = safetensors.torch.load(data)
+            header = json.loads(file.metadata()[_HEADER_KEY])
+        kind, options, buffers = header["kind"], header["options"], safetensors.torch.load(data)
     except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
-        reason = "its header is wrong" if isinstance(error, ValidationError) else error
-        raise UserError(f"{path} is not a whole overlay file ({reason}); copy or build the dataset again") from None
-    kind = header.kind
+        raise UserError(f"{path} is not a whole overlay file ({error}); copy or build the dataset again") from None
     try:
         overlay_class = find_overlay(kind)
     except KeyError:
@@ -99,6 +89,6 @@ def load_overlay(path: Path, *, sha256: str | None) -> Overlay:
             f'{path} holds an unknown overlay "{kind}"; it is registered by --code FILE or an installed package'
         ) from None
     try:
-        return overlay_class(**buffers, **header.options)
+        return overlay_class(**buffers, **options)
     except (ValueError, TypeError) as error:
         raise UserError(f"{path} does not hold a {kind} overlay ({error}); copy or build the dataset again") from None
