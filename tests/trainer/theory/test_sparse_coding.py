@@ -56,7 +56,7 @@ SMALL = SparseCodingSettings(
 
 
 def problem_of(settings: SparseCodingSettings) -> Problem:
-    (problem,) = problems(settings)
+    (problem,) = problems(settings, "arms")
     return problem
 
 

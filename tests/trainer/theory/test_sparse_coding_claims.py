@@ -87,7 +87,7 @@ def test_probe_penalty_is_not_chosen_on_the_items_that_measure() -> None:
 def test_metrics_of_planted_neurons() -> None:
     """Neurons that equal the atoms, with a bias above the noise, see the signal alone. No noise activates them."""
     settings = TINY.model_copy(update={"noise_variance": 1e-4, "label_counts": (500,), "neurons_per_feature": 1})
-    (problem,) = problems(settings)
+    (problem,) = problems(settings, settings.studies[0])
     keys = DrawKeys(seed=0, epoch=0, index_B=torch.tensor(settings.seeds), view=TRAINING)
     atoms_SDP = draw_atoms(keys, num_features=4, num_pixels=32).float()
     groups = [new_learners(arms, atoms_SDP) for arms in (problem.arms[:2], problem.arms[2:])]
@@ -110,7 +110,7 @@ def planted_arms(
     *, losses: Mapping[str, list[float]], r2: Mapping[str, float], settings: SparseCodingSettings = TINY
 ) -> ArmMetrics:
     """Return three seeds with planted metrics. By arm, `losses` has four logged losses and `r2` the last R^2."""
-    problem = problems(settings)[0]
+    problem = problems(settings, settings.studies[0])[0]
     spread_S = torch.tensor([-0.001, 0.0, 0.001])
     num = len(problem.arms)
     loss_SAL = torch.stack([torch.tensor(losses[arm.name]) for arm in problem.arms]).expand(3, num, 4)
@@ -186,7 +186,7 @@ def test_an_arm_that_has_not_trained_is_not_judged(losses: list[float]) -> None:
 
 
 def test_an_unsettled_arm_leaves_the_grid_undecided() -> None:
-    settings = TINY.model_copy(update={"study": "noise"})
+    settings = TINY.model_copy(update={"studies": ("noise",)})
     arms = planted_arms(losses=SETTLED, r2=GOOD, settings=settings)
     assert verdict_on_the_gap(arms) == "holds"
     arms = planted_arms(losses=SETTLED | {"mask, growing bias": [3.5] * 4}, r2=GOOD, settings=settings)
@@ -201,10 +201,10 @@ def test_steps_to_reach_most_of_a_rise() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("study", ["noise", "pixels", "features"])
 def test_every_study_runs_and_covers_its_grid(study: str) -> None:
-    settings = SparseCodingSettings.model_validate(TINY.model_dump() | {"study": study})
+    settings = SparseCodingSettings.model_validate(TINY.model_dump() | {"studies": (study,)})
     outcome = EXPERIMENT.run(settings, CPU)
     names = [claim.name for claim in judge("sparse_coding", outcome)]
-    assert len(set(names)) == len(names) == 2 * len(outcome.tables["grid"]) == 4  # the gap and the loss of each problem
+    assert len(set(names)) == len(names) == 2 * len(outcome.tables[study]) == 4  # the gap and the loss of each problem
     (figure,) = outcome.figures.values()
     if study == "noise":
         assert draw(figure)[:4] == b"\x89PNG"
@@ -212,9 +212,9 @@ def test_every_study_runs_and_covers_its_grid(study: str) -> None:
 
 def test_planted_atoms_have_a_low_loss_if_noise_is_weak_and_codes_differ() -> None:
     """With codes that nearly never repeat and little noise, planted atoms tell examples apart; the floor is exact."""
-    settings = SparseCodingSettings(study="planted", num_features=24, feature_probability=0.4, noise_variance=1e-4,
+    settings = SparseCodingSettings(studies=("planted",), num_features=24, feature_probability=0.4, noise_variance=1e-4,
                                     pixels_per_feature=64, feature_counts=(24,), num_seeds=3)  # fmt: skip
-    (problem,) = problems(settings)
+    (problem,) = problems(settings, settings.studies[0])
     clear = planted_losses(problem, seeds=settings.seeds, device=CPU)
     assert (clear["planted"] < 0.05).all()
     assert (clear["floor"] <= clear["planted"]).all()
@@ -229,9 +229,9 @@ def test_planted_atoms_have_a_low_loss_if_noise_is_weak_and_codes_differ() -> No
 def test_a_supervised_arm_resembles_itself_and_learns_its_labels() -> None:
     settings = SparseCodingSettings.model_validate(
         TINY.model_dump()
-        | {"study": "biases", "num_steps": 100, "num_logs": 100, "learning_rate": 0.5, "noise_variance": 0.01}
+        | {"studies": ("biases",), "num_steps": 100, "num_logs": 100, "learning_rate": 0.5, "noise_variance": 0.01}
     )
-    (arms,) = train_grid(settings, CPU)
+    (arms,) = train_grid(settings, "biases", CPU)
     assert (arms.of(SUPERVISED, "resemblance") > 1 - 1e-5).all()
     assert (arms.of(MASK_TRAINED, "resemblance") < 0.999).all()
     first = arms.problem.first_loss_of(SUPERVISED)
@@ -243,8 +243,8 @@ def test_a_supervised_arm_resembles_itself_and_learns_its_labels() -> None:
 
 @pytest.mark.slow
 def test_metrics_of_a_seed_do_not_depend_on_the_others() -> None:
-    settings = TINY.model_copy(update={"study": "noise"})
-    two, three = (train_grid(settings.model_copy(update={"seeds_at_once": num}), CPU)[1] for num in (2, 3))
+    settings = TINY.model_copy(update={"studies": ("noise",)})
+    two, three = (train_grid(settings.model_copy(update={"seeds_at_once": num}), "noise", CPU)[1] for num in (2, 3))
     assert two.of(MASK_BIAS, "r2").shape == two.of(NONE_BIAS, "loss").shape == (3,)
     for name in ("r2_labels", "noise_cosine", "loss_log", "raw_r2_labels"):
         torch.testing.assert_close(two.metrics[name], three.metrics[name], rtol=1e-4, atol=1e-4)

@@ -34,12 +34,14 @@ Tensors = Mapping[str, Tensor]
 class TheorySettings(Schema):
     """Settings of every experiment. It runs `num_seeds` seeds: `seed`, `seed` + 1, and so on.
 
+    `studies` names the sections to compute and judge.
     `seeds_at_once` is the number of seeds that train in one computation. On a GPU, take all.
     """
 
     seed: Seed = 0
     num_seeds: TwoOrMore = 10
     seeds_at_once: Count = 2
+    studies: tuple[str, ...] = Field(min_length=1)
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -56,27 +58,27 @@ class Outcome:
     tables: Mapping[str, Any] = field(default_factory=dict)
 
 
-def join_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
-    """Return the outcome of several studies together."""
-
-    def merged(part: str) -> dict[str, Any]:
-        return {name: value for one in outcomes for name, value in getattr(one, part).items()}
-
-    return Outcome(merged("measured"), merged("words"), merged("figures"), merged("tables"))
-
-
 S = TypeVar("S", bound=TheorySettings)
 
 
 @dataclass(frozen=True)
 class Experiment(Generic[S]):
-    """The default settings, which take under two minutes on two cores, and a function that runs the experiment.
+    """The default settings, which take under two minutes on two cores, and a function for each study.
 
     The outcome depends on the settings alone, but for the rounding of the device.
     """
 
     defaults: S
-    run: Callable[[S, torch.device], Outcome]
+    studies: Mapping[str, Callable[[S, torch.device], Outcome]]
+
+    def run(self, settings: S, device: torch.device) -> Outcome:
+        """Return the outcome of the chosen studies together. Raises `UserError` if a training diverged."""
+        outcomes = [self.studies[name](settings, device) for name in settings.studies]
+
+        def merged(part: str) -> dict[str, Any]:
+            return {name: value for one in outcomes for name, value in getattr(one, part).items()}
+
+        return Outcome(merged("measured"), merged("words"), merged("figures"), merged("tables"))
 
 
 class TheoryResult(Schema):

@@ -9,7 +9,7 @@ Shapes: S seeds, O objectives, M = S O encoders, Q shares of outliers, G gains, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -24,7 +24,6 @@ from trainer.theory.framework.experiment import (
     Tensors,
     TheorySettings,
     in_blocks,
-    join_outcomes,
     on_cpu,
     require_finite,
 )
@@ -44,7 +43,7 @@ Study = Literal["encoders", "bound"]
 
 
 class GeneralizationSettings(TheorySettings):
-    """Settings of the experiment. `studies` names the sections to compute and judge."""
+    """Settings of the experiment."""
 
     seeds_at_once: Count = 5
     studies: tuple[Study, ...] = Field(default=get_args(Study), min_length=1)
@@ -52,11 +51,6 @@ class GeneralizationSettings(TheorySettings):
     bound: BoundSettings = BoundSettings()
     classifier_steps: Count = 200
     classifier_learning_rate: LearningRate = 0.1
-
-
-def run(settings: GeneralizationSettings, device: torch.device) -> Outcome:
-    """Return the outcome of the chosen studies."""
-    return join_outcomes([study(settings, device) for name, study in STUDIES.items() if name in settings.studies])
 
 
 def check_encoders(settings: GeneralizationSettings, device: torch.device) -> Outcome:
@@ -81,7 +75,7 @@ def check_bound(settings: GeneralizationSettings, device: torch.device) -> Outco
     cells = on_cpu(measure_cells(bound, seeds=settings.seeds, device=device))
     panels = PanelGrid(_bound_panels(bound, cells), num_columns=2, panel_size=(4.6, 3.2))
     measured, words = claims.measure_bound(cells, bound)
-    return Outcome(measured, words, {"generalization_bound": panels}, {"bound": _bound_table(bound, cells)})
+    return Outcome(measured, words, {"generalization_bound": panels})
 
 
 def _train_and_measure(settings: GeneralizationSettings, seeds: Sequence[int], device: torch.device) -> Tensors:
@@ -155,18 +149,6 @@ def _encoder_table(objectives: Sequence[ObjectiveSettings], measured: Mapping[st
     return rows
 
 
-def _bound_table(bound: BoundSettings, cells: Tensors) -> dict[str, Any]:
-    """Return counts over all cells of all seeds, and the share of the seeds that meet the condition, as (Q, G, T)."""
-    met, value, error = cells["met"], cells["bound"], cells["error"]
-    return {
-        "cells": met.numel(),
-        "cells_that_meet_the_condition": int(met.sum()),
-        "share_of_seeds_that_meet_the_condition": met.double().mean(0).tolist(),
-        "cells_in_which_the_bound_is_vacuous": int((~met | (value >= 1 - 1 / bound.num_classes)).sum()),
-        "cells_that_do_not_meet_it_and_exceed_the_bound": int((~met & (error > cells["unconditional"] + 1e-9)).sum()),
-    }
-
-
 def _bound_panels(bound: BoundSettings, cells: Tensors) -> list[Panel | Map]:
     """Return error and bound against strength, for a small and for the greatest gain, and maps of the condition."""
     q, small = len(bound.outlier_shares) // 2, min(1, len(bound.gains) - 1)
@@ -203,8 +185,7 @@ def _bound_panels(bound: BoundSettings, cells: Tensors) -> list[Panel | Map]:
     ]
 
 
-STUDIES: Mapping[Study, Callable[[GeneralizationSettings, torch.device], Outcome]] = {
-    "encoders": check_encoders,
-    "bound": check_bound,
-}
-EXPERIMENT = Experiment(defaults=GeneralizationSettings(), run=run)
+EXPERIMENT = Experiment(
+    defaults=GeneralizationSettings(),
+    studies={"encoders": check_encoders, "bound": check_bound},
+)

@@ -5,7 +5,7 @@ Shapes: S seeds, A arms, K features, T steps, P and Q states of two features, C 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -13,24 +13,18 @@ import torch
 from torch import Tensor
 
 from trainer.theory.framework.claim import Measurement
-from trainer.theory.framework.experiment import Experiment, Outcome, Tensors, in_blocks, join_outcomes, on_cpu
+from trainer.theory.framework.experiment import Experiment, Outcome, Tensors, in_blocks, on_cpu
 from trainer.theory.framework.figures import PanelGrid
 from trainer.theory.linear_contrastive import claims, figures, model
 from trainer.theory.linear_contrastive.model import feature_states
 from trainer.theory.linear_contrastive.settings import (
     LinearContrastiveSettings,
-    Study,
     TheoremSettings,
     TrainingSettings,
 )
 
 # The feature beside the weak and the other one: its angle in degrees, norm and correlation.
 _REST = [45], [0.6], [0.7]
-
-
-def run(settings: LinearContrastiveSettings, device: torch.device) -> Outcome:
-    """Return the outcome of the chosen studies."""
-    return join_outcomes([study(settings, device) for name, study in STUDIES.items() if name in settings.studies])
 
 
 def check_theorem(settings: LinearContrastiveSettings, device: torch.device) -> Outcome:
@@ -142,9 +136,7 @@ def check_error(settings: LinearContrastiveSettings, device: torch.device) -> Ou
     return Outcome({"error is the angle": Measurement(claims.measure_error(error, error_SP))})
 
 
-STUDIES: Mapping[Study, Callable[[LinearContrastiveSettings, torch.device], Outcome]] = {
-    "theorem": check_theorem,
-    "training": check_training,
-    "error": check_error,
-}
-EXPERIMENT = Experiment(defaults=LinearContrastiveSettings(), run=run)
+EXPERIMENT = Experiment(
+    defaults=LinearContrastiveSettings(),
+    studies={"theorem": check_theorem, "training": check_training, "error": check_error},
+)

@@ -127,7 +127,7 @@ class ErrorSettings(Schema):
 
 
 class LinearContrastiveSettings(TheorySettings):
-    """Settings of the experiment. `studies` names the sections to compute and judge."""
+    """Settings of the experiment."""
 
     num_seeds: TwoOrMore = 16
     studies: tuple[Study, ...] = Field(default=get_args(Study), min_length=1)

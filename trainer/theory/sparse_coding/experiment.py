@@ -12,6 +12,7 @@ Legend: S seeds, A arms, X places on a horizontal axis, M neurons, D features.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,11 +30,11 @@ from trainer.theory.sparse_coding.claims import (
 from trainer.theory.sparse_coding.model import train
 from trainer.theory.sparse_coding.probes import measure, planted_losses
 from trainer.theory.sparse_coding.settings import (
-    ARMS,
     MASK_BIAS,
     NONE_BIAS,
     Problem,
     SparseCodingSettings,
+    Study,
     problems,
 )
 
@@ -41,27 +42,29 @@ _PROBLEM = ("num_features", "num_pixels", "num_neurons", "num_steps", "feature_p
             "noise_variance")  # fmt: skip
 
 
-def run(settings: SparseCodingSettings, device: torch.device) -> Outcome:
-    """Return the outcome of the study: its claims on the arms, or on the gap at each of its problems.
-
-    Raises `UserError` if a training diverged.
-    """
-    if settings.study == "planted":
-        return _planted(settings, device)
-    grid = train_grid(settings, device)
-    tables: dict[str, Any] = {"grid": [_table(arms, settings) for arms in grid]}
-    if settings.study not in ARMS:
-        return Outcome(measure_gaps(grid), {}, _grid_figures(grid, settings), tables)
-    figures = _arm_figures(grid[0], settings)
-    if settings.study == "biases":
-        return Outcome(measure_biases(grid[0], settings), {}, figures, tables)
-    return Outcome(*measure_arms(grid[0], settings), figures, tables)
+def check_arms(settings: SparseCodingSettings, device: torch.device) -> Outcome:
+    """Compare four arms on one problem. Raises `UserError` if a training diverged, as the next two do."""
+    (arms,) = train_grid(settings, "arms", device)
+    return Outcome(*measure_arms(arms, settings), _arm_figures(arms, settings), {"arms": _table(arms, settings)})
 
 
-def _planted(settings: SparseCodingSettings, device: torch.device) -> Outcome:
-    """Return the losses of planted atoms for each number of features."""
+def check_biases(settings: SparseCodingSettings, device: torch.device) -> Outcome:
+    """Compare trained biases with and without mask, and supervised training."""
+    (arms,) = train_grid(settings, "biases", device)
+    return Outcome(measure_biases(arms, settings), tables={"biases": _table(arms, settings)})
+
+
+def check_grid(study: Study, settings: SparseCodingSettings, device: torch.device) -> Outcome:
+    """Compare the arms with growing biases at each problem of a grid."""
+    grid = train_grid(settings, study, device)
+    tables: dict[str, Any] = {study: [_table(arms, settings) for arms in grid]}
+    return Outcome(measure_gaps(grid), {}, _grid_figures(grid, study), tables)
+
+
+def check_planted(settings: SparseCodingSettings, device: torch.device) -> Outcome:
+    """Measure the losses of planted atoms for each number of features."""
     losses, table = [], []
-    for problem in problems(settings):
+    for problem in problems(settings, "planted"):
         found = on_cpu(planted_losses(problem, seeds=settings.seeds, device=device))
         entries = mean_entries("planted", found["planted"]) | mean_entries("floor", found["floor"])
         losses.append(Measurement(found["planted"], problem_words(problem) | {"floor": entries["floor"]}))
@@ -69,13 +72,13 @@ def _planted(settings: SparseCodingSettings, device: torch.device) -> Outcome:
     return Outcome({"low loss of planted atoms at {where}": losses}, tables={"planted": table})
 
 
-def train_grid(settings: SparseCodingSettings, device: torch.device) -> list[ArmMetrics]:
+def train_grid(settings: SparseCodingSettings, study: Study, device: torch.device) -> list[ArmMetrics]:
     """Return the metrics of every problem of the study, `seeds_at_once` seeds at a time.
 
     Raises `UserError` if a training diverged.
     """
     grid = []
-    for problem in problems(settings):
+    for problem in problems(settings, study):
 
         @torch.no_grad()
         def trained(seeds: Sequence[int], problem: Problem = problem) -> Tensors:
@@ -120,7 +123,7 @@ def _table(arms: ArmMetrics, settings: SparseCodingSettings) -> dict[str, Any]:
 def _arm_figures(arms: ArmMetrics, settings: SparseCodingSettings) -> dict[str, PanelGrid]:
     problem, counts = arms.problem, settings.label_counts
     steps = [problem.log_every * (place + 1) for place in range(arms.metrics["loss_log"].shape[-1])]
-    start = arms.of(problem.arms[0], "bias_start").double().mean().item()
+    start = arms.of(MASK_BIAS, "bias_start").double().mean().item()
     training = [
         Panel(
             title,
@@ -157,12 +160,12 @@ def _arm_figures(arms: ArmMetrics, settings: SparseCodingSettings) -> dict[str, 
     }
 
 
-def _grid_figures(grid: Sequence[ArmMetrics], settings: SparseCodingSettings) -> dict[str, PanelGrid]:
+def _grid_figures(grid: Sequence[ArmMetrics], study: Study) -> dict[str, PanelGrid]:
     label, x = {
         "noise": ("largest bias over noise, κ / σ", [arms.problem.bias_over_noise for arms in grid]),
         "pixels": ("noise over signal, Pσ² / (D E[z²])", [arms.problem.noise_over_signal for arms in grid]),
         "features": ("features, D", [float(arms.problem.num_features) for arms in grid]),
-    }[settings.study]
+    }[study]
     x = [float(f"{value:.3g}") for value in x]  # rounded, because they are the labels of the axis
     panels = []
     for name, title, y_label in (
@@ -180,8 +183,16 @@ def _grid_figures(grid: Sequence[ArmMetrics], settings: SparseCodingSettings) ->
         if name == "loss":
             curves.append(Curve(x, [arms.problem.first_loss for arms in grid], "at the start", 6, ":"))
         y_range = (-0.03, 1.05) if name == "coverage" else None
-        panels.append(Panel(title, label, y_label, curves, y_range=y_range, log_x=settings.study == "pixels"))
-    return {f"sparse_{settings.study}": PanelGrid(panels)}
+        panels.append(Panel(title, label, y_label, curves, y_range=y_range, log_x=study == "pixels"))
+    return {f"sparse_{study}": PanelGrid(panels)}
 
 
-EXPERIMENT = Experiment(defaults=SparseCodingSettings(), run=run)
+EXPERIMENT = Experiment(
+    defaults=SparseCodingSettings(),
+    studies={
+        "arms": check_arms,
+        "biases": check_biases,
+        "planted": check_planted,
+        **{study: partial(check_grid, study) for study in ("noise", "pixels", "features")},
+    },
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -20,7 +21,7 @@ class SparseCodingSettings(TheorySettings):
 
     The defaults are half the size of the full setting (pixels_per_feature=64 learning_rate=0.05 num_steps=6000).
 
-    study: "arms" compares four arms on one problem: with and without mask, with and without bias. "biases" compares
+    studies: "arms" compares four arms on one problem: with and without mask, with and without bias. "biases" compares
         trained biases with and without mask, and supervised training. "noise", "pixels" and "features" compare the two
         arms with growing biases over `noise_variances`, `pixel_counts` (the dimension of x) or `feature_counts`.
         "planted" trains nothing: its neurons are the atoms, over `feature_counts`.
@@ -34,7 +35,7 @@ class SparseCodingSettings(TheorySettings):
         penalty, and as many again measure.
     """
 
-    study: Study = "arms"
+    studies: tuple[Study, ...] = Field(default=("arms",), min_length=1)
     num_features: int = Field(default=16, ge=4, le=10**9)
     pixels_per_feature: Count = 32
     neurons_per_feature: Count = 4
@@ -62,7 +63,7 @@ class SparseCodingSettings(TheorySettings):
             raise ValueError(f"label_counts must ascend, got {list(self.label_counts)}")
         if min(self.feature_counts) < 4:
             raise ValueError(f"feature_counts must be at least 4, got {list(self.feature_counts)}")
-        for problem in problems(self):
+        for problem in (problem for study in self.studies for problem in problems(self, study)):
             D, P = problem.num_features, problem.num_pixels
             if P < D:
                 raise ValueError(f"{D} atoms do not fit {P} pixels; take at least as many pixels as features")
@@ -86,7 +87,7 @@ NONE_BIAS = LearnerKind("no mask, growing bias", masked=False, bias="growing")
 NONE_LINEAR = LearnerKind("no mask, no bias", masked=False, bias="none")
 NONE_TRAINED = LearnerKind("no mask, trained bias", masked=False, bias="trained")
 SUPERVISED = LearnerKind("supervised, trained bias", masked=False, bias="trained", supervised=True)
-ARMS = {
+ARMS: Mapping[Study, tuple[LearnerKind, ...]] = {
     "arms": (MASK_BIAS, MASK_LINEAR, NONE_BIAS, NONE_LINEAR),
     "biases": (MASK_TRAINED, MASK_LINEAR, NONE_TRAINED, SUPERVISED),
 }  # other studies compare MASK_BIAS and NONE_BIAS
@@ -139,22 +140,25 @@ class Problem:
         return self.num_pixels * self.noise_variance / (self.num_features * self.feature_probability)
 
 
-def problems(settings: SparseCodingSettings) -> list[Problem]:
+def problems(settings: SparseCodingSettings, study: Study) -> list[Problem]:
     """Return the problems of a study, in the order of its grid."""
-    counts = settings.feature_counts if settings.study in ("features", "planted") else (settings.num_features,)
-    pixels = settings.pixel_counts if settings.study == "pixels" else (None,)
-    variances = settings.noise_variances if settings.study == "noise" else (settings.noise_variance,)
-    return [_problem(settings, *of_problem) for of_problem in itertools.product(counts, pixels, variances)]
+    counts = settings.feature_counts if study in ("features", "planted") else (settings.num_features,)
+    pixels = settings.pixel_counts if study == "pixels" else (None,)
+    variances = settings.noise_variances if study == "noise" else (settings.noise_variance,)
+    arms = ARMS.get(study, (MASK_BIAS, NONE_BIAS))
+    return [_problem(settings, arms, *of_problem) for of_problem in itertools.product(counts, pixels, variances)]
 
 
-def _problem(settings: SparseCodingSettings, D: int, P: int | None, variance: float | None) -> Problem:
+def _problem(
+    settings: SparseCodingSettings, arms: tuple[LearnerKind, ...], D: int, P: int | None, variance: float | None
+) -> Problem:
     probability, usual = (
         settings.feature_probability or math.log(math.log(count)) / count for count in (D, settings.num_features)
     )
     steps = round(settings.num_steps * usual / probability)
     threshold = math.sqrt(math.log(D) / D / (math.log(16) / 16))
     return Problem(
-        arms=ARMS.get(settings.study, (MASK_BIAS, NONE_BIAS)),
+        arms=arms,
         num_features=D,
         num_pixels=P or settings.pixels_per_feature * D,
         num_neurons=settings.neurons_per_feature * D,
