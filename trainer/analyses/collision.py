@@ -1,8 +1,9 @@
 """Measure how fast a transform that is used repeatedly makes pictures alike (Tamkin et al. 2022, appendix B).
 
 A transform that keeps the content of a picture could be used without end. The analysis applies each expert transform
-alone, and the whole policy, k times to test pictures, each time with new draws. It compares the distances between the
-results with the distances between the pictures themselves.
+alone, the brightness and the contrast of its jitter, a random mask that does not double what it keeps, and the whole
+policy, k times to test pictures, each time with new draws. It compares the distances between the results with the
+distances between the pictures themselves.
 
 Shapes: N pictures, C channels, H height, W width.
 """
@@ -26,15 +27,19 @@ from trainer.probes.features import ViewFunction
 from trainer.views.colour import NUM_COLOURS
 from trainer.views.expert_image import ExpertImage, ExpertImageConfig
 from trainer.views.inputs import to_floating
+from trainer.views.random_mask import RandomMask, RandomMaskConfig
 
 # The setting that switches each transform on.
 SWITCHES = {
     "crop": "area",
     "flip": "flip_probability",
     "jitter": "jitter_probability",
+    "brightness": "jitter_probability",
+    "contrast": "jitter_probability",
     "grayscale": "grayscale_probability",
     "blur": "blur_probability",
 }
+_STRENGTHS = ("brightness", "contrast", "saturation", "hue")  # of the jitter
 _OFF = {switch: None if switch == "area" else 0.0 for switch in SWITCHES.values()}
 
 
@@ -95,12 +100,13 @@ def measure(loaded: LoadedRun, config: CollisionConfig) -> tuple[CollisionResult
     index_N = test.samples.index_B[rows_N].to(loaded.device)
     uses = powers_of_two(config.max_uses)
     transforms = {}
-    configs = {name: alone(policy, name) for name in SWITCHES if _is_on(policy, name)} | {"all": policy}
-    with Progress("transforms used again", total=len(configs)) as progress:
-        for name, transform in configs.items():
-            transforms[name] = collide(
-                ExpertImage(transform), images_NCHW, index_N, uses=uses, near=config.near, seed=seed
-            )
+    functions: dict[str, ViewFunction] = {
+        name: ExpertImage(alone(policy, name)) for name in SWITCHES if _is_on(policy, name)
+    }
+    functions |= {"mask": RandomMask(RandomMaskConfig(rescale=False)), "all": ExpertImage(policy)}
+    with Progress("transforms used again", total=len(functions)) as progress:
+        for name, function in functions.items():
+            transforms[name] = collide(function, images_NCHW, index_N, uses=uses, near=config.near, seed=seed)
             progress.advance(note=name)
     result = CollisionResult(
         config=config,
@@ -141,7 +147,8 @@ def collide(
 def alone(policy: ExpertImageConfig, name: str) -> ExpertImageConfig:
     """Return a policy with one transform, in its strength and probability, and all others off."""
     switch = SWITCHES[name]
-    return policy.model_copy(update=_OFF | {switch: getattr(policy, switch)})
+    others = {strength: 0.0 for strength in _STRENGTHS if name in _STRENGTHS and strength != name}
+    return policy.model_copy(update=_OFF | {switch: getattr(policy, switch)} | others)
 
 
 def powers_of_two(largest: int) -> tuple[int, ...]:
@@ -151,7 +158,8 @@ def powers_of_two(largest: int) -> tuple[int, ...]:
 
 
 def _is_on(policy: ExpertImageConfig, name: str) -> bool:
-    return bool(getattr(policy, SWITCHES[name])) and (name != "jitter" or policy.jitters)
+    on = bool(getattr(policy, SWITCHES[name]))
+    return on and (policy.jitters if name == "jitter" else name not in _STRENGTHS or getattr(policy, name) > 0)
 
 
 def _figure(result: CollisionResult) -> bytes:

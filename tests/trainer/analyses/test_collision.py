@@ -46,8 +46,11 @@ def test_a_transform_that_halves_distances_collides_after_two_uses() -> None:
 def test_alone_leaves_one_transform_on(name: str) -> None:
     config = ExpertImageConfig(area=(0.3, 0.9))
     single = alone(config, name)
-    on = [switch for switch in SWITCHES.values() if getattr(single, switch)]
-    assert on == [SWITCHES[name]]
+    on = {switch for switch in SWITCHES.values() if getattr(single, switch)}
+    assert on == {SWITCHES[name]}
+    if name in ("brightness", "contrast"):
+        assert [single.brightness > 0, single.contrast > 0] == [name == "brightness", name == "contrast"]
+        assert single.saturation == single.hue == 0
     assert getattr(single, SWITCHES[name]) == getattr(config, SWITCHES[name])
 
 
@@ -58,13 +61,15 @@ def test_blur_contracts_and_flips_do_not(tmp_path: Path) -> None:
     result = CollisionResult.parse(json.loads(json_path.read_text()), where="")
     assert result.num_pictures == 40
     assert result.policy == debug.image().views
-    assert list(result.transforms) == [*SWITCHES, "all"]
+    assert list(result.transforms) == [*SWITCHES, "mask", "all"]
     for collision in result.transforms.values():
         assert collision.relative_distance[0] == pytest.approx(1)
     # A picture here is two plain halves with noise on them: blur takes the noise, and a flip keeps the halves.
     blur, flip = (result.transforms[name].relative_distance for name in ("blur", "flip"))
     assert all(later < earlier for earlier, later in pairwise(blur))
     assert min(flip) > 0.95
+    mask = result.transforms["mask"].relative_distance  # after 1, 2 and 4 uses it keeps 1 / 2, 1 / 4, 1 / 16
+    assert mask[3] / mask[2] == pytest.approx((1 / 4) ** 0.5, abs=0.05)
     assert Image.open(png_path).size[0] > 800
 
 
