@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,63 +35,26 @@ _HERE = f" on {socket.gethostname()},"
 _END_BYTES = 2**15  # of metrics.jsonl, which `RunDir.read_last_metrics` reads: a hundred lines or more
 
 
-@dataclass(frozen=True)
 class RunDir:
     """The paths of a run directory; creates nothing."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.json"
-
-    @property
-    def provenance(self) -> Path:
-        return self.path / "provenance.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def bad_samples(self) -> Path:
-        return self.path / "bad_samples.jsonl"
-
-    @property
-    def wandb_run_id(self) -> Path:
-        return self.path / "wandb_run_id"
-
-    @property
-    def stalled(self) -> Path:
-        return self.path / "stalled"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def latest(self) -> Path:
-        return self.path / "LATEST"
-
-    @property
-    def analysis(self) -> Path:
-        return self.path / "analysis"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def ended(self) -> Path:
-        """Return the path of the file that says why the last start ended early."""
-        return self.path / "ended.json"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.json"
+        self.provenance = path / "provenance.json"
+        self.metrics = path / "metrics.jsonl"
+        self.bad_samples = path / "bad_samples.jsonl"
+        self.wandb_run_id = path / "wandb_run_id"
+        self.stalled = path / "stalled"
+        self.checkpoints = path / "checkpoints"
+        self.latest = path / "LATEST"
+        self.analysis = path / "analysis"
+        self.report = path / "report.html"
+        self.ended = path / "ended.json"  # why the last start ended early
+        self.all_probes = path / "probes"
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / step_name(step)
-
-    @property
-    def all_probes(self) -> Path:
-        return self.path / "probes"
 
     def probes(self, step: int) -> Path:
         return self.all_probes / step_name(step)

@@ -139,7 +139,7 @@ def test_the_table_shows_steps_and_losses(tmp_path: Path) -> None:
         "a-waiting  waiting  0/?           PENDING (Priority)",
         "b-started  running  4/6   2.2500",
     ]
-    assert runs_in([started.path]) == [started]
+    assert [run_dir.path for run_dir in runs_in([started.path])] == [started.path]
     with pytest.raises(UserError, match="nowhere holds no run"):
         runs_in([started.path, tmp_path / "s" / "nowhere"])
 
@@ -159,7 +159,7 @@ def test_a_damaged_file_hides_no_other_run(tmp_path: Path) -> None:
 def test_a_run_and_a_link_to_it_are_one_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "s", "b")
     (tmp_path / "s" / "a").symlink_to("b")
-    assert runs_in([tmp_path / "s"]) == [run]
+    assert [run_dir.path for run_dir in runs_in([tmp_path / "s"])] == [run.path]
 
 
 def test_what_is_left_out_of_the_table_is_named(
