@@ -18,7 +18,7 @@ from data_pipeline.core.batch import Batch
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from tests.small_encoder import CONVNET
-from trainer.build import build_training
+from trainer.build import Training, build_training
 from trainer.objectives import nt_xent_loss
 from trainer.views.adversarial_mask import AdversarialMask, AdversarialMaskConfig, mask_penalty
 from trainer.views.inputs import from_bytes
@@ -79,13 +79,14 @@ def test_the_penalty_is_the_published_one() -> None:
     torch.testing.assert_close(policy.take_penalty(), expected)
 
 
-@pytest.mark.parametrize("update", ["simultaneous", "alternating"])
-def test_the_network_learns_from_the_published_loss(update: str) -> None:
-    """Its gradient in a step is that of minus the encoder's loss plus the penalty, and the encoder's has none of it."""
-    overrides = [PAIR, CONVNET, f"adversary.update={update}", "adversary.weight=0.5", "precision=float64"]
-    config = resolve_recipe("debug:viewmaker", [*overrides, "objective.kind=nt_xent", "global_batch_size=8"])
-    stored = torch.randint(0, 256, (8, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
-    batch = Batch(3, 1, torch.arange(8), stored, stored, None, None, {})
+STORED = torch.randint(0, 256, (8, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
+BATCH = Batch(3, 1, torch.arange(8), STORED, STORED, None, None, {})
+
+
+def gradients(*overrides: str) -> tuple[Training, dict[str, list[Tensor]]]:
+    """Return an untrained run, and the gradients of its networks in a step."""
+    every = [PAIR, CONVNET, "precision=float64", "objective.kind=nt_xent", "global_batch_size=8"]
+    config = resolve_recipe("debug:viewmaker", [*every, *overrides])
     training = build_training(config, num_samples=8, num_classes={}, device=torch.device("cpu"))
     found: dict[str, list[Tensor]] = {}
     for name, engine in training.engines.items():
@@ -94,21 +95,37 @@ def test_the_network_learns_from_the_published_loss(update: str) -> None:
             found[name] = [parameter.grad.clone() for parameter in engine.module.parameters()]
 
         engine.step = keep  # type: ignore[method-assign]
-    training.step(batch, learning_rates=dict.fromkeys(training.engines, 0.0))
+    training.step(BATCH, learning_rates=dict.fromkeys(training.engines, 0.0))
+    return training, found
 
+
+@pytest.mark.parametrize("update", ["simultaneous", "alternating"])
+def test_the_network_learns_from_the_published_loss(update: str) -> None:
+    """Its gradient in a step is that of minus the encoder's loss plus the penalty, and the encoder's has none of it."""
+    training, found = gradients(f"adversary.update={update}", "adversary.weight=0.5", "objective.temperature=0.2")
     encoder, policy = training.modules.encoder, training.modules.view_policy
     first_view = {"viewmaker": 2 if update == "alternating" else 0, "encoder": 0}
     for name, module in {"viewmaker": policy, "encoder": encoder}.items():
-        x = from_bytes(stored, torch.float64)
-        drawn = batch.draw_keys(seed=config.seed, view=first_view[name])
+        x = from_bytes(STORED, torch.float64)
+        drawn = BATCH.draw_keys(seed=0, view=first_view[name])
         views = policy(torch.cat([x, x]), drawn.two_views(), None)
-        loss = nt_xent_loss(*encoder(views, 2).chunk(2), temperature=config.objective.temperature).loss  # type: ignore[attr-defined]
+        loss = nt_xent_loss(*encoder(views, 2).chunk(2), temperature=0.2).loss
         mask = next(each for each in policy.modules() if isinstance(each, AdversarialMask))
         wanted = -0.5 * loss + mask.take_penalty() if name == "viewmaker" else loss
         expected = torch.autograd.grad(wanted, list(module.parameters()))
         assert len(found[name]) == len(expected)
         for ours, theirs in zip(found[name], expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-13)
+
+
+def test_the_penalty_of_micro_batches_is_that_of_the_batch() -> None:
+    """With next to no weight of the loss, which batch norm changes, only the penalty is left."""
+    whole, in_parts = (
+        gradients("adversary.weight=1e-12", f"memory.micro_batches={number}")[1]["viewmaker"] for number in (1, 4)
+    )
+    for ours, theirs in zip(in_parts, whole, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+    assert any(gradient.abs().max() > 1e-4 for gradient in whole)
 
 
 def test_the_network_learns_to_hide_what_the_encoder_reads() -> None:
