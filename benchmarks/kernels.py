@@ -175,7 +175,7 @@ def count_kernels(config: RunConfig, *, num_ranks: int = 1, batch_size: int | No
         batch_size: the samples of this rank; None for its part of the batch in the config.
     """
     size = batch_size or config.global_batch_size // num_ranks
-    config = config.model_copy(update={"compile": False, "channels_last": True})
+    config = config.model_copy(update={"compile": False})
     modules = build_modules(config).to(torch.device("cpu"))  # in channels_last
     objective = build_run_objective(config, modules.encoder, num_samples=50_000, device=torch.device("cpu"))
     counter = KernelCounter()

@@ -66,7 +66,7 @@ class Pictures(Dataset[list[Tensor]]):
 
 def ours(train_dir: Path, *, batch_size: int, device: torch.device) -> Iterator[int]:
     """Train on a batch after the other, without an end; yield the samples of each step."""
-    form = ["precision=bfloat16", "channels_last=true"] if device.type == "cuda" else []
+    form = ["precision=bfloat16"] if device.type == "cuda" else []
     settings = [f"data.train_dir={train_dir}", "data.overlay=baked", f"global_batch_size={batch_size}", *form]
     config = resolve_recipe("simclr:cifar10", settings)
     training = build_training(config, num_samples=1, device=device)

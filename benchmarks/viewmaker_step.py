@@ -49,8 +49,7 @@ _NUM_STEPS_ON_A_GPU = 15  # of a round
 def config_of(name: str, batch_size: int) -> RunConfig:
     config = viewmaker.cifar10().model_dump()
     is_fast = name in {FAST, TWO_FAST, WRITTEN_FAST}
-    config |= {"global_batch_size": batch_size, "channels_last": is_fast}
-    config["precision"] = "bfloat16" if is_fast else "float32"
+    config |= {"global_batch_size": batch_size, "precision": "bfloat16" if is_fast else "float32"}
     config["adversary"]["update"] = "simultaneous" if name in {ONE, FAST} else "alternating"
     return RunConfig.parse(config, where="benchmark")
 
@@ -111,7 +110,7 @@ class StepAsWritten:
 
 
 def memory_format_of(config: RunConfig) -> torch.memory_format:
-    return torch.channels_last if config.channels_last else torch.contiguous_format
+    return torch.channels_last if config.precision == "bfloat16" else torch.contiguous_format
 
 
 def learn(loss: Tensor, optimizer: Optimizer) -> None:

@@ -94,7 +94,6 @@ def folder_small() -> RunConfig:
         encoder=ResNetConfig(kind="resnet10", width=16, in_channels=1, mean=(0.0,), std=(1.0,)),
         global_batch_size=64,
         num_epochs=20,
-        channels_last=True,
         probe=ProbeConfig(views="none", num_epochs=30),
     )
 

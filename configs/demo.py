@@ -30,7 +30,6 @@ def expert() -> RunConfig:
         optimizer=PUBLISHED_SGD,
         global_batch_size=64,
         num_epochs=8,
-        channels_last=True,
         probe=ProbeConfig(views="none", num_epochs=30),
     )
 

@@ -77,7 +77,6 @@ def digits_small() -> RunConfig:
         optimizer=PUBLISHED_SGD,
         global_batch_size=128,
         num_epochs=10,
-        channels_last=True,
         probe=ProbeConfig(num_epochs=10),
     )
 
@@ -111,7 +110,6 @@ def folder_small() -> RunConfig:
         encoder=ResNetConfig(kind="resnet10", width=16),
         global_batch_size=64,
         num_epochs=20,
-        channels_last=True,
         probe=ProbeConfig(views="none", num_epochs=30),
     )
 

@@ -291,7 +291,6 @@ def _small_run(run: RunConfig, num_epochs: int, batch_size: int) -> RunConfig:
         ),
         global_batch_size=batch_size,
         num_epochs=num_epochs,
-        channels_last=not sounds,
         # The rate drops twice for sounds too, unlike in audio.py: docs/claims.md was measured with this.
         probe=ProbeConfig(num_epochs=20, views="none", batch_norm=run.probe.batch_norm),
     )

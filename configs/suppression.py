@@ -130,7 +130,6 @@ def base_run(point: Point) -> RunConfig:
         ),
         global_batch_size=(125 if setting.is_sound else 250) if is_small else 512,
         num_epochs=(20 if setting.is_sound else 10) if is_small else 100,
-        channels_last=not setting.is_sound,
         probe=ProbeConfig(
             num_epochs=20 if is_small else 100,
             views="none",

@@ -69,7 +69,6 @@ class RunConfig(Schema):
     num_epochs: Count
     memory: MemoryConfig = MemoryConfig()
     precision: Literal["float32", "bfloat16", "float64"] = "float32"
-    channels_last: bool = False
     compile: bool | Literal["auto", "step", "both"] = "auto"
     cudnn_benchmark: bool = False
     max_skipped_in_a_row: Count = 10

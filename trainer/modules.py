@@ -39,10 +39,11 @@ class TrainedModules:
         return self.view_policy if self.config.views.is_learned else None
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> TrainedModules:
-        """Move the modules in place, with the memory format of the config, and return them."""
-        memory_format = torch.channels_last if self.config.channels_last else torch.contiguous_format
+        """Move the modules in place, with the memory format of the encoder, and return them."""
+        self.encoder.to(device, dtype)
+        form = memory_format(self.encoder)
         for module in (self.encoder, self.view_policy):
-            module.to(device, dtype).to(memory_format=memory_format)  # type: ignore[call-overload]
+            module.to(device, dtype).to(memory_format=form)  # type: ignore[call-overload]
         return self
 
     @property
@@ -50,6 +51,23 @@ class TrainedModules:
         """Return the trained modules by name, in a fixed order: "encoder", and "viewmaker" if there is one."""
         encoder: dict[str, nn.Module] = {"encoder": self.encoder}
         return encoder | ({"viewmaker": self.viewmaker} if self.viewmaker is not None else {})
+
+
+def memory_format(encoder: nn.Module) -> torch.memory_format:
+    """Return channels_last, in which convolutions are faster, unless the encoder is in float64 or torch would crash.
+
+    With torch 2.11 on a CPU with AVX2, a few of these steps write outside their memory:
+
+        x = torch.randn(2, 4, 16, 16).to(memory_format=torch.channels_last)
+        torch.nn.Conv2d(4, 8, 1, stride=2)(x).square().sum().backward()
+
+    See https://github.com/uxlfoundation/oneDNN/issues/6035: convolutions of 1x1 with a stride, of fewer channels than a
+    block has, which are 8, and 16 with AVX-512.
+    """
+    parameter = next(encoder.parameters())
+    strided = [m for m in encoder.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (1, 1) != m.stride]
+    crashes = parameter.device.type == "cpu" and any(convolution.in_channels < 16 for convolution in strided)
+    return torch.contiguous_format if crashes or parameter.dtype == torch.float64 else torch.channels_last
 
 
 def build_run_objective(

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from math import gcd
 
 import torch
-from torch import nn
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.mixture import check_mixture, check_same_inputs
@@ -197,30 +196,6 @@ def check_batch_norm(config: RunConfig, *, height: int, width: int, num_ranks: i
                 f"{height} x {width} gives one; raise global_batch_size, or lower memory.micro_batches, the number of "
                 "ranks or encoder.batch_norm_splits"
             ) from None
-
-
-def check_channels_last(config: RunConfig, encoder: nn.Module, manifest: Manifest, *, device: torch.device) -> None:
-    """Raise `UserError` if torch would write outside its memory in the backward pass.
-
-    With torch 2.11 on a CPU with AVX2, a few of these steps end in a crash:
-
-        x = torch.randn(2, 4, 16, 16).to(memory_format=torch.channels_last)
-        torch.nn.Conv2d(4, 8, 1, stride=2)(x).square().sum().backward()
-
-    See https://github.com/uxlfoundation/oneDNN/issues/6035: convolutions of 1x1 with a stride, of fewer channels than a
-    block has, which are 8, and 16 with AVX-512. In bfloat16, maps of up to 40 rows were sound.
-    """
-    is_sound = config.precision != "float32" and max(input_size(config, manifest.batch_shape)) <= 40
-    if device.type != "cpu" or not config.channels_last or is_sound:
-        return
-    for layer in encoder.modules():
-        if not isinstance(layer, nn.Conv2d) or layer.kernel_size != (1, 1) or layer.stride == (1, 1):
-            continue
-        if layer.in_channels < 16:
-            raise UserError(
-                "with channels_last=true, torch's backward pass on a CPU writes outside its memory in a convolution of "
-                f"{layer.in_channels} channels of this encoder; set channels_last=false, or a larger encoder.width"
-            )
 
 
 def _check_medium(config: RunConfig, train: Manifest) -> tuple[int, int]:

@@ -37,6 +37,7 @@ from trainer.memory import interleave
 from trainer.models.activation_checkpointing import buffers_untouched
 from trainer.models.late_pruning import set_pruned_step
 from trainer.models.random_layers import has_random_layers, seeded
+from trainer.modules import memory_format
 from trainer.objectives import Objective, ObjectiveOutput, ViewPair
 from trainer.objectives.health import embedding_health
 from trainer.optim.skipping import StateSnapshot, any_not_finite
@@ -158,7 +159,7 @@ class TrainingStep:
         self._policy = view_policy
         num_further = config.views.num_further
         self._group_sizes = (2, num_further) if num_further else (2,)
-        self._memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
+        self._memory_format = memory_format(self._encoder.module)
         # A function such as F.dropout in an encoder of the user's own is no layer that could be found.
         self._seeds_encoder = has_random_layers(self._encoder.module) or is_own(config.encoder)
         learned_views = [] if self._viewmaker is None else [self._viewmaker.module]

@@ -36,7 +36,6 @@ from trainer.mixture import num_classes
 from trainer.models.batch_norm import share_running_statistics
 from trainer.open_settings import decide
 from trainer.original_crops import leave_out_crops, original_crops
-from trainer.preflight import check_channels_last
 from trainer.pretrained import pinned
 from trainer.provenance import add_to_provenance, write_provenance
 from trainer.run_counters import RunCounters
@@ -195,7 +194,6 @@ def open_loop(
     training = build_training(
         decided, num_samples=train_set.num_samples, num_classes=num_classes(train_set), device=device, is_new=is_new
     )
-    check_channels_last(decided, training.modules.encoder, manifests.probed, device=device)
     follow_networks(training)
     check_first_step(training.modules, training.objective, device=device)
     restored = restore(

@@ -112,7 +112,7 @@ def tasks(setting: Setting) -> Mapping[str, Task]:
 def measure(setting: Setting, recipe: str, compiled: str) -> Outcome:
     """Trace some steps of a recipe on one batch of noise."""
     num_warm_up, num_steps, size = (1, 1, 8) if setting.is_tiny else (10, 5, 256)
-    form = ["precision=bfloat16", "channels_last=true", f"compile={compiled}"]
+    form = ["precision=bfloat16", f"compile={compiled}"]
     config = resolve_recipe(_RECIPES[recipe] if setting.is_tiny else recipe, [f"global_batch_size={size}", *form])
     training = build_training(config, num_samples=50_000, device=setting.device)
     rates = training.learning_rates(0, num_steps=1)

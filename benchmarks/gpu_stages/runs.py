@@ -124,7 +124,7 @@ PAPERS: Final[Mapping[str, tuple[Runs, ...]]] = {
     "pairs": (Runs("pairs", "*-a[bcde]-200epochs", 0, 8),),
     "firing": (Runs("firing", "*", 0, 15, ("filters",)),),
 }
-_ON_A_GPU: Final = ("precision=bfloat16", "channels_last=true", "keep_checkpoints=1")
+_ON_A_GPU: Final = ("precision=bfloat16", "keep_checkpoints=1")
 _TINY: Final = (
     *("global_batch_size=8", "num_epochs=1", "compile=false", "data.num_workers=0", "log_every_steps=1"),
     *("probe.num_epochs=1", "probe.online_every_steps=2", "probe.online_num_train=16", "probe.online_num_test=8"),
@@ -198,7 +198,7 @@ class Run:
         provenance = self.run_dir.read_provenance()
         values: dict[str, Any] = {
             "study": f"studies:{self.row.study}",
-            "settings": {name: getattr(config, name) for name in ("precision", "channels_last", "compile")},
+            "settings": {name: getattr(config, name) for name in ("precision", "compile")},
             "batch_size": config.global_batch_size,
             "num_steps": provenance["finished_step"],
             "seconds": rounded(provenance["total_wall_seconds"]),

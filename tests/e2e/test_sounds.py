@@ -85,7 +85,6 @@ def test_own_sounds_are_trained_on_and_probed_at_their_rate_and_length(
     where = [f"data.{split}_dir={own_sounds / split}" for split in ("train", "test")]
     small = [
         "encoder.width=4",
-        "channels_last=false",
         "global_batch_size=8",
         "num_epochs=1",
         "tracking.wandb=disabled",

@@ -193,7 +193,7 @@ def batch(config: RunConfig) -> Batch:
     [
         *[("debug:image", [f"objective.kind={kind}", CONVNET]) for kind in OBJECTIVES if kind != "dino"],
         ("debug:image", ["objective.chunk_size=4", CONVNET]),
-        ("debug:image", ["precision=bfloat16", "channels_last=true", CONVNET]),
+        ("debug:image", ["precision=bfloat16", CONVNET]),
         ("debug:image", ["memory.micro_batches=2", "memory.encoder_checkpointing=whole", CONVNET]),
         ("debug:image", ["views.kind=random_mask", CONVNET]),
         ("debug:image", ["views.kind=channel_dropout", CONVNET]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -14,16 +13,16 @@ from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import difference
 from data_pipeline.storage.locations import MANIFEST_NAME
-from data_pipeline.storage.manifest import load_manifest
 from tests.gloo import run_ranks
+from tests.small_encoder import CONVNET
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.claim import claim
 from trainer.config import RunConfig, read_config
 from trainer.config_changes import MAY_CHANGE
 from trainer.data import read_manifests
 from trainer.distributed.collectives import on_first_rank, rank
-from trainer.modules import build_modules
-from trainer.preflight import check_channels_last, check_data, check_input_shape
+from trainer.modules import build_modules, memory_format
+from trainer.preflight import check_data, check_input_shape
 from trainer.pretrained import load_encoder
 from trainer.reports.config_identity import NOT_IDENTITY, config_identity
 from trainer.run_dir import Hold, RunDir, hold, is_held, steps_in, write_json
@@ -33,25 +32,22 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("settings", "size", "device", "is_refused"),
+    ("settings", "dtype", "device", "channels_last"),
     [
-        (["channels_last=true"], 32, "cpu", True),
-        (["channels_last=true", "precision=bfloat16"], 48, "cpu", True),
-        (["channels_last=true", "precision=bfloat16"], 32, "cpu", False),
-        (["channels_last=true"], 48, "cuda", False),
-        (["channels_last=true", "encoder.width=16"], 48, "cpu", False),
-        ([], 48, "cpu", False),
+        ([], torch.float32, "cpu", False),
+        ([], torch.float32, "meta", True),
+        (["encoder.width=16"], torch.float32, "cpu", True),
+        (["encoder.width=16"], torch.float64, "cpu", False),
+        ([CONVNET], torch.float32, "cpu", True),
     ],
 )
-def test_an_encoder_that_crashes_torch_with_channels_last_is_refused(
-    settings: list[str], size: int, device: str, is_refused: bool, tmp_path: Path
+def test_maps_are_channels_last_unless_torch_would_crash(
+    settings: list[str], dtype: torch.dtype, device: str, channels_last: bool
 ) -> None:
-    config = resolve_recipe("debug:image", settings)
-    manifest = load_manifest(write_tiny_dataset(tmp_path / "data", num_samples=4))
-    manifest = manifest.model_copy(update={"input_shape": (3, size, size)})
-    encoder = build_modules(config).encoder
-    with pytest.raises(UserError, match="set channels_last=false") if is_refused else contextlib.nullcontext():
-        check_channels_last(config, encoder, manifest, device=torch.device(device))
+    modules = build_modules(resolve_recipe("debug:image", settings)).to(torch.device(device), dtype)
+    form = torch.channels_last if channels_last else torch.contiguous_format
+    assert memory_format(modules.encoder) is form
+    assert all(each.is_contiguous(memory_format=form) for each in modules.encoder.parameters() if each.dim() == 4)
 
 
 @pytest.fixture

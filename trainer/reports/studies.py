@@ -37,7 +37,6 @@ _FREE = (
     "cudnn_benchmark",
     "engine",
     "precision",
-    "channels_last",
     "view_forwards",
     "max_skipped_in_a_row",
     "memory.encoder_checkpointing",

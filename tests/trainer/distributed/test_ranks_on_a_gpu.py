@@ -40,7 +40,6 @@ STEPS: dict[str, RunConfig] = {
     **{objective: exactness.configure(objective, [CONVNET]) for objective in exactness.OBJECTIVES},
     **{name: build(objective, overrides) for name, (build, objective, overrides) in exactness.OTHERS.items()},
     "micro_batches": exactness.configure("nt_xent", ["objective.chunk_size=3", *IN_PARTS]),
-    "channels_last": exactness.configure("moco", ["objective.queue_size=16", "channels_last=true"]),
 }
 
 
