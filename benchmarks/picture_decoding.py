@@ -38,7 +38,7 @@ from benchmarks.webdataset_peer import epoch_after_epoch
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import run_command
 from data_pipeline.core.random_crop import Crop, CropLaw
-from data_pipeline.loading.decode import CropDraws
+from data_pipeline.loading.decode import draw_crops
 from data_pipeline.loading.picture_decode import decode_crops, picture_size
 
 SIZE = 224
@@ -111,7 +111,7 @@ def crops_of(files: Sequence[memoryview], *, epoch: int = 0) -> list[list[Crop]]
     sizes_B2 = torch.tensor([picture_size(file) for file in files])
     index_B = torch.arange(len(files))
     of_first, of_second = (DrawKeys(seed=0, epoch=epoch, index_B=index_B, view=view) for view in (0, 1))
-    both = CropDraws(_LAW, (of_first, of_second)).boxes(sizes_B2)
+    both = draw_crops(_LAW, (of_first, of_second), sizes_B2)
     return [list(pair) for pair in zip(*both, strict=True)]
 
 

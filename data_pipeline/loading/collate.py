@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from data_pipeline.core.batch import Batch
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.random_crop import CropLaw
 from data_pipeline.core.sample import NO_LABEL, BadSample
-from data_pipeline.loading.decode import CropDraws, DecodedSamples
+from data_pipeline.loading.decode import Crops, DecodedSamples, draw_crops
 from data_pipeline.overlays import Overlay, no_mask
 from data_pipeline.storage.manifest import Manifest
 
@@ -45,12 +46,12 @@ class BatchMaker:
     per_view: bool = False
     crops: CropLaw | None = None
 
-    def crop_draws(self, indices: NDArray[np.int64], *, epoch: int) -> CropDraws | None:
+    def crop_draws(self, indices: NDArray[np.int64], *, epoch: int) -> Crops | None:
         """Return how the crops of samples are drawn when they are decoded; None if they are decoded whole."""
         if self.crops is None:
             return None
         index_B = torch.from_numpy(indices)
-        return CropDraws(self.crops, (self.keys(index_B, epoch, 0), self.keys(index_B, epoch, 1)))
+        return partial(draw_crops, self.crops, [self.keys(index_B, epoch, view) for view in (0, 1)])
 
     def collate(
         self, samples: DecodedSamples, *, step: int = 0, epoch: int = 0, bad: tuple[BadSample, ...] = ()

@@ -30,6 +30,8 @@ from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.png import decode_pngs
 from data_pipeline.storage.store import SampleStore
 
+Crops = Callable[[Tensor], list[list[Crop]]]  # from the sizes of pictures, see `draw_crops`
+
 
 @dataclass(frozen=True)
 class DecodedSamples:
@@ -100,20 +102,13 @@ def sound_dtype(manifest: Manifest) -> torch.dtype:
     return torch.float32 if manifest.overlay is not None and not manifest.is_online else torch.int16
 
 
-@dataclass(frozen=True)
-class CropDraws:
-    """How the crops of the two views of some pictures are drawn."""
-
-    law: CropLaw
-    keys: tuple[DrawKeys, DrawKeys]
-
-    def boxes(self, sizes_B2: Tensor) -> list[list[Crop]]:
-        """Return the crop of each picture for each view; `sizes_B2` holds heights and widths."""
-        drawn = [random_resized_crops(sizes_B2, keys, self.law) for keys in self.keys]
-        return [[Crop(*box) for box in boxes_B4.tolist()] for boxes_B4 in drawn]
+def draw_crops(law: CropLaw, keys: Sequence[DrawKeys], sizes_B2: Tensor) -> list[list[Crop]]:
+    """Return the crop of each picture for each view, which has keys; `sizes_B2` holds heights and widths."""
+    drawn = [random_resized_crops(sizes_B2, of_view, law) for of_view in keys]
+    return [[Crop(*box) for box in boxes_B4.tolist()] for boxes_B4 in drawn]
 
 
-def decode(store: SampleStore, indices: NDArray[np.int64], *, crops: CropDraws | None = None) -> DecodedSamples:
+def decode(store: SampleStore, indices: NDArray[np.int64], *, crops: Crops | None = None) -> DecodedSamples:
     """Read and decode the samples at `indices`, (B,) int64, in that order.
 
     With `crops`, for tars, pictures are decoded to two crops and not whole.
@@ -182,7 +177,7 @@ def decode(store: SampleStore, indices: NDArray[np.int64], *, crops: CropDraws |
 
 
 def _decode_pictures(
-    files: Sequence[memoryview], crops: CropDraws | None, manifest: Manifest
+    files: Sequence[memoryview], crops: Crops | None, manifest: Manifest
 ) -> tuple[Tensor, dict[int, str]]:
     """Decode picture files of any size to (V, B, *input_shape) uint8, and return by row why one does not decode.
 
@@ -198,7 +193,7 @@ def _decode_pictures(
                 sizes_B2[row] = torch.tensor(picture_size(file))
             except ValueError as error:
                 errors[row] = str(error)
-        boxes = crops.boxes(sizes_B2)
+        boxes = crops(sizes_B2)
     views_VBCHW = torch.zeros(len(boxes) or 1, len(files), num_channels, size, size, dtype=torch.uint8)
     for row, file in enumerate(files):
         if row in errors:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.random_crop import CropLaw
 from data_pipeline.core.value_range import ValueRange
-from data_pipeline.loading.decode import CropDraws, decode
+from data_pipeline.loading.decode import decode, draw_crops
 from data_pipeline.loading.whole import read_all
 from data_pipeline.sources.picture_file import read_pixels
 from data_pipeline.storage.store import SampleStore
@@ -110,7 +111,7 @@ def test_pictures_of_any_number_of_channels_are_stored_and_read(num_channels: in
 def test_crops_of_many_channels_have_all_of_them(tmp_path: Path) -> None:
     store = stores(tmp_path, [of_channels(number, 5) for number in range(NUM)], "npy", value_range=None)["indexed"]
     law = CropLaw(scale=(0.2, 1.0), ratio=(0.75, 4 / 3), purpose=0)
-    samples = decode(store, np.arange(NUM), crops=CropDraws(law, (keys_of(NUM), keys_of(NUM, view=1))))
+    samples = decode(store, np.arange(NUM), crops=partial(draw_crops, law, (keys_of(NUM), keys_of(NUM, view=1))))
     for pictures_BCHW in (samples.pictures_BCHW, samples.pictures_b_BCHW):
         assert pictures_BCHW is not None
         assert pictures_BCHW.shape == (NUM, 5, SIZE, SIZE)
