@@ -20,7 +20,6 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from types import ModuleType
 from typing import Annotated, Final, Literal, Self, cast
 
@@ -281,11 +280,8 @@ def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int | tuple[int, in
         flip_B = u["flip"][:, 0] < config.flip_probability
     if config.jitters:
         factor_B4 = (2 * u["jitter_factors"] - 1) * (u["jitter"] < config.jitter_probability)
-        first = 0
-        for strength, equal in groupby(strengths):
-            last = first + len(list(equal))
-            factor_B4[:, first:last].mul_(strength)
-            first = last
+        for number, strength in enumerate(strengths):
+            factor_B4[:, number].mul_(strength)
         factor_B4[:, :HUE].add_(1)
         order_B4 = u["jitter_order"].argsort(dim=1, stable=True)
     if config.grayscale_probability:

@@ -27,10 +27,8 @@ def crop_and_flip(images_BCHW: Tensor, box_B4: Tensor | None, flip_B: Tensor | N
         x_BCHW = images_BCHW.clone(memory_format=torch.contiguous_format)
         return x_BCHW if flip_B is None else torch.where(per_picture(flip_B), x_BCHW.flip(3), x_BCHW)
     B, _, H, W = images_BCHW.shape
-    if H == W:  # both axes at once: half as many kernels
-        y_BH, x_BW = _crop_source(box_B4, size=H).unbind(1)
-    else:
-        y_BH, x_BW = _crop_source(box_B4, size=H)[:, 0], _crop_source(box_B4, size=W)[:, 1]
+    top_B, left_B, height_B, width_B = box_B4.unbind(1)
+    y_BH, x_BW = _crop_source(top_B, height_B, size=H), _crop_source(left_B, width_B, size=W)
     if flip_B is not None:
         x_BW = torch.where(flip_B[:, None], x_BW.flip(1), x_BW)
     grid_BHW2 = torch.stack([x_BW[:, None, :].expand(B, H, W), y_BH[:, :, None].expand(B, H, W)], dim=3)
@@ -38,13 +36,12 @@ def crop_and_flip(images_BCHW: Tensor, box_B4: Tensor | None, flip_B: Tensor | N
     return x_BCHW.contiguous()
 
 
-def _crop_source(box_B4: Tensor, *, size: int) -> Tensor:
-    """Return the positions on either axis from which the pixels of a crop are read, (B, 2, size), from -1 to 1."""
-    start_B21, length_B21 = box_B4[:, :, None].chunk(2, dim=1)
-    centre_Q = torch.arange(0.5, size, dtype=box_B4.dtype, device=box_B4.device)
-    source_B2Q = (centre_Q * (length_B21 / size)).sub_(0.5).clamp_min_(0)
-    source_B2Q = source_B2Q.minimum(length_B21 - 1).add_(start_B21)
-    return source_B2Q.mul_(2 / size).add_(1 / size - 1)  # for `grid_sample`
+def _crop_source(start_B: Tensor, length_B: Tensor, *, size: int) -> Tensor:
+    """Return the positions on an axis from which the pixels of a crop are read, (B, size), from -1 to 1."""
+    centre_Q = torch.arange(0.5, size, dtype=start_B.dtype, device=start_B.device)
+    source_BQ = (centre_Q * (length_B[:, None] / size)).sub_(0.5).clamp_min_(0)
+    source_BQ = source_BQ.minimum(length_B[:, None] - 1).add_(start_B[:, None])
+    return source_BQ.mul_(2 / size).add_(1 / size - 1)  # for `grid_sample`
 
 
 def gaussian_blur_matrix(sigma_B: Tensor, *, size: int, reach: int | None = None) -> Tensor:
