@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import io
 import math
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +28,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFile, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 from data_pipeline.core.value_range import HOW_TO_GIVE, ValueRange
+
+warnings.filterwarnings("ignore", module=r"PIL\.")  # of damaged EXIF, for example, which many pictures have
 
 PictureData = bytes | memoryview | IO[bytes]  # of one file; a stream is at its begin, which can seek
 
@@ -48,8 +49,6 @@ _16_BITS: Final = ValueRange(0, 65_535)
 SCALED_BY_PILLOW: Final = frozenset({"PPM", "JPEG2000"})  # to 16 bits, because a file names the range of its values
 # Pillow's names of the layouts of PNGs whose transparent colour it does not bring to 8 bits with the pixels.
 _GREY_STEPS: Final = {"L;2": 85, "L;4": 17}  # the step of 8 bits between two levels of grey
-# Pillow warns of damaged EXIF, for example, which many pictures of large datasets have.
-_WITHOUT_WARNINGS: Final = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
 _HEIF_BRANDS: Final = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})
 _LONGEST_START: Final = 12  # bytes by which formats are known here
 _MAX_NPY_HEADER: Final = 10_000
@@ -177,8 +176,6 @@ def opened(file: PictureData) -> Iterator[ImageFile.ImageFile | NDArray[Any]]:
     stream = io.BytesIO(file) if isinstance(file, bytes | memoryview) else file
     start = stream.read(_LONGEST_START)
     stream.seek(0)
-    if _WITHOUT_WARNINGS not in warnings.filters:  # or not any more, after a block that restores the filters
-        warnings.filterwarnings("ignore", module=r"PIL\.")
     try:
         if start.startswith(npy_format.MAGIC_PREFIX):
             yield _of_one_picture(npy_values(file if isinstance(file, bytes | memoryview) else file.read()))
