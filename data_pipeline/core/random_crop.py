@@ -72,7 +72,8 @@ def crop_boxes(
     size_B2 = sizes_B2.to(torch.float32)
     area_B1 = size_B2.prod(dim=1, keepdim=True)
     drawn_B2, none_fits_B1, place_B2 = _drawn_sides(numbers_BN, area_B1, size_B2, scale, ratio)
-    return torch.where(none_fits_B1, _middle_boxes(sizes_B2, ratio), _placed(drawn_B2, place_B2, size_B2))
+    drawn_B4 = torch.cat([torch.floor(place_B2 * (size_B2 - drawn_B2 + 1)), drawn_B2], dim=1)
+    return torch.where(none_fits_B1, _middle_boxes(sizes_B2, ratio), drawn_B4)
 
 
 def _drawn_sides(
@@ -91,11 +92,6 @@ def _drawn_sides(
     fits_B1, first_B1 = fits_BT.to(torch.uint8).max(dim=1, keepdim=True)
     drawn_B2 = side_BT2.gather(1, first_B1[:, :, None].expand(-1, 1, 2))[:, 0]
     return drawn_B2, fits_B1 == 0, place_B2
-
-
-def _placed(side_B2: Tensor, place_B2: Tensor, size_B2: Tensor) -> Tensor:
-    """Return boxes of these sides, (B, 4), of which numbers in [0, 1) give the place."""
-    return torch.cat([torch.floor(place_B2 * (size_B2 - side_B2 + 1)), side_B2], dim=1)
 
 
 def _middle_boxes(sizes_B2: Tensor, ratio: tuple[float, float]) -> Tensor:

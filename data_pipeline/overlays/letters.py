@@ -33,17 +33,12 @@ NEAR, FAR = (0, 6), (16, 21)  # inclusive ranges of a drawing point's coordinate
 _CLASS, _COLOUR, _NEAR, _FAR = range(FIRST_PURPOSE, FIRST_PURPOSE + 4)
 
 
-def glyph_size(drawn_size: int) -> int:
-    """Return the height and width of the square that holds any letter in a drawing of this size."""
-    return 2 * scaled(FONT_SIZE, drawn_size=drawn_size)
-
-
 def render_glyphs(drawn_size: int = IMAGE_SIZE) -> Tensor:
     """Return the letters A to Z for a drawing of this size, (26, G, G) uint8; 255 is a pixel all covered.
 
-    The drawing point is at (0, 0), and G is `glyph_size`: 24 for 32 pixels.
+    The drawing point is at (0, 0). G is twice the size of the font, which holds any letter: 24 for 32 pixels.
     """
-    size = glyph_size(drawn_size)
+    size = 2 * scaled(FONT_SIZE, drawn_size=drawn_size)
     # Without the basic layout the result would depend on whether libraqm is installed.
     font = ImageFont.truetype(FONT_PATH, size // 2, layout_engine=ImageFont.Layout.BASIC)
     glyphs = []
