@@ -31,7 +31,7 @@ from trainer.profiling import Clock, memory_in_use, slowest, slowest_rank
 from trainer.run_counters import RunCounters
 from trainer.run_dir import RunDir
 from trainer.step import StepOutput
-from trainer.utilization import Utilization
+from trainer.utilization import Utilization, headspace
 from trainer.views import BaseViewsConfig
 
 logger = logging.getLogger(__name__)
@@ -142,6 +142,7 @@ class TrainingLog:
         metrics |= self._counters.metrics() | self._source_metrics(num_done)
         speed = self._clock.read(num_samples=self._config.global_batch_size)
         metrics |= all_reduce_mean_scalars(speed | memory_in_use(self._device)) | slowest_rank(speed)
+        metrics["perf/headspace"] = headspace(metrics["perf/data_wait_fraction"])
         if self._utilization is not None:
             metrics["perf/mfu"] = self._utilization.mfu(metrics["perf/samples_per_second"])
         return metrics | {f"optim/{name}_learning_rate": rate for name, rate in learning_rates.items()}

@@ -38,6 +38,11 @@ class Utilization:
         return self.flops_per_sample * samples_per_second / self.flops_per_second
 
 
+def headspace(data_wait_fraction: float) -> float:
+    """Return how many times as fast a training would be if it never waited for data; 1,000 stands for more."""
+    return 1 / max(1 - data_wait_fraction, 1e-3)
+
+
 def measure_utilization(config: RunConfig, device: torch.device, *, num_ranks: int) -> Utilization | None:
     """Count the arithmetic of a step on tensors without data, and measure the device. Both take some seconds.
 

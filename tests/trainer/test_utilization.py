@@ -1,4 +1,4 @@
-"""The share of a device's rate that a training reaches."""
+"""The share of a device's rate that a training reaches, and how much faster it would be without waiting for data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.config import RunConfig
 from trainer.data import open_stream
 from trainer.run_dir import RunDir
 from trainer.train import train
-from trainer.utilization import Utilization, matrix_rate, measure_utilization
+from trainer.utilization import Utilization, headspace, matrix_rate, measure_utilization
 
 CPU = torch.device("cpu")
 
@@ -40,6 +40,11 @@ def test_every_line_of_a_log_has_the_share_of_a_stated_rate(data: Path, tmp_path
     assert len(entries) == 4
     for entry in entries:
         assert entry["perf/mfu"] == pytest.approx(entry["perf/samples_per_second"] * 3e6 / 2e9)
+        assert entry["perf/headspace"] == pytest.approx(1 / (1 - entry["perf/data_wait_fraction"]))
+
+
+def test_a_run_that_waits_for_half_of_its_time_would_be_twice_as_fast() -> None:
+    assert [headspace(share) for share in (0.0, 0.5, 0.75, 1.0)] == pytest.approx([1, 2, 4, 1000])
 
 
 @pytest.mark.parametrize("overrides", [[], ["memory.micro_batches=2"], ["memory.encoder_checkpointing=whole"]])
