@@ -25,7 +25,7 @@ ANALYSES: Mapping[str, str] = {
     "views": "What does the view policy do to pictures, and where?",
     "feature_dropout": "How often do the views of a run destroy what its encoder, or that of another, can read?",
     "alignment": "Are views of a sample close, and classes far apart?",
-    "concentration": "Which pair of transforms brings pictures of a class together?",
+    "concentration": "Which transforms bring the pictures of a class together?",
     "monitors": "How many dimensions do the features fill? (RankMe, LiDAR, alpha-ReQ: without labels.)",
     "collision": "How fast do transforms, used again and again, make pictures alike?",
     "filters": "How sparsely do features fire, and do they see more than colour?",

@@ -209,4 +209,4 @@ def test_analyses_of_pixels_take_other_channels_than_colours(
     assert all(path.is_file() for path in paths)
     if name == "concentration":  # without grayscale and colour jitter
         result = json.loads((run_of_channels.analysis / "concentration.json").read_text())
-        assert set(result["pairs"]) == {"ab", "ae", "be"}
+        assert set(result["sets"]) == {"ab", "ae", "be"}

@@ -3,8 +3,8 @@
 The distance of two pictures under augmentations is the distance of their nearest views. Augmentations are (sigma,
 delta) if every class has a share sigma of its pictures within delta of one another. Such pictures form a clique in the
 graph whose edges are distances up to delta. Richer augmentations have a larger sigma, and the paper bounds the error by
-1 - sigma and further terms. The analysis measures all ten pairs of the paper's five transforms: a crop, b blur, c
-grayscale, d colour jitter, e flip.
+1 - sigma and further terms. The analysis measures sets of the paper's five transforms, by default all ten pairs: a
+crop, b blur, c grayscale, d colour jitter, e flip.
 
 The largest clique is found by branch and bound, which takes seconds for a hundred pictures. Finitely many views
 overstate distances, so 1 - sigma holds for these views.
@@ -21,14 +21,14 @@ from typing import Annotated
 
 import torch
 from matplotlib.figure import Figure
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import NO_LABEL
-from data_pipeline.core.schema import PositiveFactor, Schema
+from data_pipeline.core.schema import PositiveFactor, Schema, Share
 from trainer.analyses.analysis import Analysis, LoadedRun
 from trainer.observability.figures import to_png
 from trainer.probes.features import Pictures
@@ -37,8 +37,12 @@ from trainer.views.expert_image import HUANG_LETTERS, ExpertImage, huang_views
 from trainer.views.inputs import to_floating
 
 PAIRS = tuple("".join(pair) for pair in combinations(HUANG_LETTERS, 2))
-PAIRS_WITHOUT_COLOURS = tuple(pair for pair in PAIRS if not set(pair) & set("cd"))
 _BLOCK = 10  # pictures whose views are compared at once
+
+
+def _checked(letters: str) -> str:
+    huang_views(letters)
+    return letters
 
 
 class ConcentrationConfig(Schema):
@@ -52,11 +56,17 @@ class ConcentrationConfig(Schema):
         (8.0, 9.0, 10.0, 12.0),
         description="The distances delta at which 1 - sigma is measured, for pixel values in [0, 1].",
     )
-    strength: Annotated[float, Field(gt=0, le=1.25)] = Field(0.5, description="The strength of the colour jitter.")
+    transforms: Annotated[tuple[Annotated[str, AfterValidator(_checked)], ...], Field(min_length=1)] = Field(
+        PAIRS, description="The sets of transforms, by their letters."
+    )
+    strengths: Annotated[tuple[Annotated[float, Field(gt=0, le=1.25)], ...], Field(min_length=1)] = Field(
+        (0.5,), description="The strengths of the colour jitter. Sets with d are measured at each."
+    )
+    jitter_probability: Share = Field(0.8, description="The share of views that d changes.")
 
 
 class Concentration(Schema):
-    """One pair of transforms at one delta: 1 - sigma, the mean over the classes and that of the worst class."""
+    """One set of transforms at one delta: 1 - sigma, the mean over the classes and that of the worst class."""
 
     delta: float
     outside: float
@@ -66,9 +76,10 @@ class Concentration(Schema):
 class ConcentrationResult(Schema):
     """analysis/concentration.json.
 
-    pairs: the results by the letters of a pair. Pictures that do not have three channels have no pairs with c or d.
-    order: for each delta the pairs from the smallest 1 - sigma (mean of the classes) to the largest. In the paper
-        (a, d) comes first.
+    sets: the results by the letters of a set, and by its strength if there are several ("ad 0.25"). Pictures that do
+        not have three channels have no sets with c or d.
+    order: for each delta the sets from the smallest 1 - sigma (mean of the classes) to the largest. Of the pairs,
+        (a, d) comes first in the paper.
     num_classes: the classes that have pictures.
     """
 
@@ -76,7 +87,7 @@ class ConcentrationResult(Schema):
     seed: int
     num_classes: int
     num_pictures: int
-    pairs: dict[str, tuple[Concentration, ...]]
+    sets: dict[str, tuple[Concentration, ...]]
     order: tuple[tuple[str, ...], ...]
     test_manifest_sha256: str
 
@@ -96,32 +107,44 @@ def measure(loaded: LoadedRun, config: ConcentrationConfig) -> tuple[Concentrati
     num_classes, num = rows_KN.shape
     images_KNCHW = to_floating(test.images(rows_KN).to(loaded.device))
     index_KN = test.samples.index_B[rows_KN].to(loaded.device)
-    measured = PAIRS if images_KNCHW.shape[2] == NUM_COLOURS else PAIRS_WITHOUT_COLOURS
-    pairs: dict[str, tuple[Concentration, ...]] = {}
-    with Progress("pairs of transforms", total=len(measured) * num_classes) as progress:
-        for pair in measured:
-            policy = ExpertImage(huang_views(pair, strength=config.strength))
+    policies = _policies(config, num_channels=images_KNCHW.shape[2])
+    sets: dict[str, tuple[Concentration, ...]] = {}
+    with Progress("sets of transforms", total=len(policies) * num_classes) as progress:
+        for name, policy in policies.items():
             distances = []
             for images_NCHW, index_N in zip(images_KNCHW, index_KN, strict=True):
                 views_NVP = draw_views(policy, images_NCHW, index_N, num_views=config.num_views, seed=seed)
                 distances.append(least_distances(views_NVP))
                 progress.advance()
             distance_KNN = torch.stack(distances)
-            pairs[pair] = tuple(_concentration(distance_KNN, delta) for delta in config.deltas)
-    by_delta = [{pair: pairs[pair][number].outside for pair in measured} for number in range(len(config.deltas))]
+            sets[name] = tuple(_concentration(distance_KNN, delta) for delta in config.deltas)
+    by_delta = [{name: sets[name][number].outside for name in sets} for number in range(len(config.deltas))]
     result = ConcentrationResult(
         config=config,
         seed=seed,
         num_classes=num_classes,
         num_pictures=num_classes * num,
-        pairs=pairs,
-        order=tuple(tuple(sorted(values, key=lambda pair: values[pair])) for values in by_delta),
+        sets=sets,
+        order=tuple(tuple(sorted(values, key=lambda name: values[name])) for values in by_delta),
         test_manifest_sha256=test.manifest.sha256,
     )
     return result, _figure(result)
 
 
 ANALYSIS = Analysis("concentration", ConcentrationConfig, measure)
+
+
+def _policies(config: ConcentrationConfig, *, num_channels: int) -> dict[str, ExpertImage]:
+    """Return the policies by their names, without those that change colours if the pictures have no three channels."""
+    policies = {}
+    for letters in config.transforms:
+        if num_channels != NUM_COLOURS and set(letters) & set("cd"):
+            continue
+        for strength in config.strengths if "d" in letters else config.strengths[:1]:
+            name = f"{letters} {strength:g}" if "d" in letters and len(config.strengths) > 1 else letters
+            views = huang_views(letters, strength=strength, jitter_probability=config.jitter_probability)
+            policies[name] = ExpertImage(views)
+    return policies
 
 
 def draw_views(policy: ExpertImage, images_NCHW: Tensor, index_N: Tensor, *, num_views: int, seed: int) -> Tensor:
@@ -179,15 +202,15 @@ def _rows_by_class(loaded: LoadedRun, pictures: Pictures, num: int) -> Tensor:
 
 
 def _figure(result: ConcentrationResult) -> bytes:
-    """Draw 1 - sigma of every pair, in the order of the middle delta; one colour for each delta."""
+    """Draw 1 - sigma of every set, in the order of the middle delta; one colour for each delta."""
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     axes = figure.subplots()
     order: Sequence[str] = result.order[len(result.order) // 2]
     for number, delta in enumerate(result.config.deltas):
-        outside = [result.pairs[pair][number].outside for pair in order]
+        outside = [result.sets[name][number].outside for name in order]
         places = [place + 0.14 * (number - (len(result.config.deltas) - 1) / 2) for place in range(len(order))]
         axes.plot(places, outside, "o", color=f"C{number}", markersize=6, label=f"{delta:g}")
-    axes.set_xticks(range(len(order)), [f"({pair[0]}, {pair[1]})" for pair in order])
+    axes.set_xticks(range(len(order)), [name.replace(" ", "\n") for name in order])
     axes.set(ylabel="1 - sigma, mean of classes", ylim=(-0.02, 1.02))
     axes.set_xlabel("a crop, b blur, c grayscale, d colour jitter, e flip")
     axes.set_title("Share of a class outside its largest set that is all within delta", fontsize=10)

@@ -99,13 +99,13 @@ def test_pairs_that_undo_what_tells_pictures_apart_are_found(tmp_path: Path, mon
     png_path, json_path = ANALYSIS.analyze([LoadedRun(run_dir)], config=config)
     result = ConcentrationResult.parse(json.loads(json_path.read_text()), where="")
     assert (result.num_classes, result.num_pictures) == (2, 24)
-    assert set(result.pairs) == set(PAIRS)
+    assert set(result.sets) == set(PAIRS)
     for pair in ("be", "ce"):
-        assert result.pairs[pair][0].outside == 0
+        assert result.sets[pair][0].outside == 0
     for pair in ("ab", "ac", "ad", "bc", "bd", "cd"):
-        assert result.pairs[pair][0].outside == result.pairs[pair][0].outside_worst == 0.5
+        assert result.sets[pair][0].outside == result.sets[pair][0].outside_worst == 0.5
     assert result.order[0][0] in ("be", "ce", "de", "ae")
-    assert {pairs[1].outside for pairs in result.pairs.values()} == {0.0}
+    assert {measured[1].outside for measured in result.sets.values()} == {0.0}
     assert Image.open(png_path).size[0] > 600
 
 
@@ -132,3 +132,21 @@ def test_a_class_without_pictures_is_left_out(tmp_path: Path, monkeypatch: pytes
     give(NO_LABEL)
     with pytest.raises(UserError, match="needs two or more test pictures of each class"):
         ANALYSIS.analyze([LoadedRun(run_dir)], config=config)
+
+
+def test_any_set_of_letters_is_measured_at_each_strength_of_the_colours(tmp_path: Path) -> None:
+    data = write_tiny_pair(tmp_path / "data", num_train=4, num_test=8)
+    run_dir = write_run(tmp_path / "run", data)
+
+    def measure(*overrides: str) -> ConcentrationResult:
+        config = ConcentrationConfig(num_views=3, deltas=(1.0, 3.0)).override(overrides, where="settings")
+        _, json_path = ANALYSIS.analyze([LoadedRun(run_dir)], config=config)
+        return ConcentrationResult.parse(json.loads(json_path.read_text()), where="")
+
+    several = measure("transforms=[a, ad, abcde]", "strengths=[1, 0.125]", "jitter_probability=1").sets
+    assert list(several) == ["a", "ad 1", "ad 0.125", "abcde 1", "abcde 0.125"]
+    one = measure("transforms=[ad]", "strengths=[0.125]", "jitter_probability=1").sets
+    assert one == {"ad": several["ad 0.125"]}
+    assert several["ad 0.125"] != several["ad 1"]
+    with pytest.raises(UserError, match='each once, got "aa"'):
+        measure("transforms=[aa]")
