@@ -1,8 +1,8 @@
 """Late pruning: the last blocks of the trunk encode the second view of a step with a random part of their weights.
 
-Hamidieh et al. (2024, LateTVG, arXiv 2406.18562) find that late layers hold the features that spurious correlations
-need. If the two views of a sample are encoded by late layers with other weights, features that depend on few of these
-weights do not agree. Their method makes such a view in the space of features, and needs no label.
+Hamidieh et al. (2024, LateTVG, arXiv 2406.18562) regularise late layers by pruning, so that representations lose
+spurious features. It makes a view in the space of features and needs no label: a feature that depends on few of the
+weights does not agree in the two views. Here the masks are random.
 
 Each step draws which weights are left out, the same ones for all samples, micro batches and ranks. Pruned weights have
 no part in the second view and no gradient from it. In eval mode nothing is pruned.

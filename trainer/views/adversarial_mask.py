@@ -130,7 +130,7 @@ class UNet(nn.Module):
 
 
 def mask_penalty(masks_BNHW: Tensor) -> Tensor:
-    """Return the mean over the samples of the sum over the masks of 1 / sin(pi share) (Shi et al. 2022, equation 5).
+    """Return the mean over the samples of the sum over the masks of 1 / sin(pi share) (Shi et al. 2022).
 
     The share is the mean of a mask, and the sine is raised by 1e-10, as published. The penalty is least if each mask
     hides half of a picture. With a process group, the mean over the ranks is the penalty of the whole batch.
