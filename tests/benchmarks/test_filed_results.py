@@ -98,6 +98,22 @@ def test_the_table_of_channel_dropout_has_the_filed_accuracies(rows: list[Measur
             assert float(number) == pytest.approx(100 * found[label, seed], abs=0.0501), (label, seed)
 
 
+def test_the_means_of_the_cures_that_are_not_on_the_page_are_those_of_their_record(rows: list[Measurement]) -> None:
+    filed = [row for row in read_csv(ROOT / "docs/suppression/rivals.csv.gz") if row.readout == "linear"]
+    of_rivals: dict[tuple[str, str], list[Measurement]] = {}
+    for row in [*filed, *rows]:
+        if row.factors["setting"] == "C+Digits" and row.is_final:
+            of_rivals.setdefault((row.factors["cure"], row.label), []).append(row)
+    assert all({row.seed for row in of_cell} == {0, 1, 2} for of_cell in of_rivals.values())
+    means = [
+        [f"{100 * sum(row.value for row in of_rivals[cure, label]) / 3:.1f}" for label in ("overlay", "base")]
+        for cure in ("SIGReg", "late pruning", "adversarial masks", "SimCLR")
+    ]
+    (digit, photo), page = zip(*means, strict=True), " ".join((ROOT / "docs/cures.md").read_text().split())
+    wanted = f"digit {digit[0]}, {digit[1]} and {digit[2]} %, photo {photo[0]}, {photo[1]} and {photo[2]} %"
+    assert f"{wanted}; on the page's data SimCLR has {digit[3]} and {photo[3]} %" in page
+
+
 def test_the_shares_of_the_page_on_the_dropout_rate_are_those_of_its_records() -> None:
     names = ("dropout_rate_cpu.json", "dropout_rate_budget_0.2_cpu.json")
     results = [one for name in names for one in json.loads((ROOT / "benchmarks/results" / name).read_text())["results"]]
