@@ -61,7 +61,7 @@ def problem_of(settings: SparseCodingSettings) -> Problem:
 
 
 def train_small(settings: SparseCodingSettings, seeds: tuple[int, ...] | None = None) -> Trained:
-    return train(problem_of(settings), settings, seeds=settings.seeds if seeds is None else seeds, device=CPU)
+    return train(problem_of(settings), seeds=settings.seeds if seeds is None else seeds, device=CPU)
 
 
 def keys_of(*seeds: int, epoch: int = 0) -> DrawKeys:
@@ -182,12 +182,12 @@ def test_the_fall_of_trained_biases_and_of_supervised_arms_equals_autograd() -> 
             ours, coefficient, direction = regress(u, learners.bias_SAM[:, :, None], readout_11MK, y_11BK)
             expected = f_first.detach().mT @ (y_11BK[0] - f_first.detach() @ readout_11MK[0]) / 6
             torch.testing.assert_close(direction[0], expected)
-            descend(learners, first, u, coefficient, problem=problem, settings=config, step=0)
+            descend(learners, first, u, coefficient, problem=problem, step=0)
         else:
             f_second, f_negative = (features(x, weights, bias).detach() for x in (second, negative))
             s = torch.cat([(f_first * f_second).sum(-1, keepdim=True), f_first @ f_negative.mT], dim=-1)
             loss = cross_entropy(s[0], torch.zeros(6, dtype=torch.long))
-            ours = train_step(learners, (first, second), negative, problem=problem, settings=config, step=0)
+            ours = train_step(learners, (first, second), negative, problem=problem, step=0)
         of_weights, of_bias = torch.autograd.grad(loss, (weights, bias))
         torch.testing.assert_close(ours[0], loss.detach()[None])
         torch.testing.assert_close(learners.weights_SQP, start_1MP - 0.1 * of_weights)
@@ -210,7 +210,7 @@ def schedule(norms: list[float], **settings: float) -> list[float]:
     learners = new_learners([MASK_BIAS, MASK_LINEAR], torch.tensor([[[1.0, 0.0]]]))
     biases = []
     for step, norm in enumerate(norms):
-        raise_bias(learners, torch.full((1, 2, 1), norm), problem=problem, settings=config, step=step)
+        raise_bias(learners, torch.full((1, 2, 1), norm), problem=problem, step=step)
         biases.append(learners.bias_SAM[0, 0, 0].item())
         assert learners.bias_SAM[0, 1, 0] == 0
     return biases
@@ -225,7 +225,7 @@ def test_bias_starts_when_the_last_neuron_has_grown() -> None:
     learners = new_learners([NONE_BIAS], torch.eye(2)[None])
     for step, (one, other) in enumerate([(5.0, 1.0), (5.0, 1.1), (5.0, 1.3), (5.0, 5.0)]):
         norms_SAM = torch.tensor([[[one, other]]])
-        raise_bias(learners, norms_SAM, problem=problem_of(SMALL), settings=SMALL, step=step)
+        raise_bias(learners, norms_SAM, problem=problem_of(SMALL), step=step)
     assert learners.start_SA.item() == 2
 
 

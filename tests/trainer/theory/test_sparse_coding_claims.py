@@ -93,7 +93,7 @@ def test_metrics_of_planted_neurons() -> None:
     groups = [new_learners(arms, atoms_SDP) for arms in (problem.arms[:2], problem.arms[2:])]
     for group in groups:
         group.bias_SAM = torch.full_like(group.bias_SAM, 0.1)
-    found = measure(Trained(atoms_SDP, groups, {}), problem, settings, seeds=settings.seeds)
+    found = measure(Trained(atoms_SDP, groups, {}), problem, seeds=settings.seeds)
     assert (found["coverage"] == 4).all()
     assert (found["neurons_per_atom"] == 1).all()
     assert found["size_ratio"].sub(1).abs().max() < 1e-5
@@ -138,7 +138,7 @@ CLAIMS = read_claims("sparse_coding")
 
 
 def judged(arms: ArmMetrics) -> dict[str, ClaimResult]:
-    measured, words = measure_arms(arms, TINY)
+    measured, words = measure_arms(arms)
     return {result.name: result for result in judge_rows(CLAIMS, measured, **words)}
 
 

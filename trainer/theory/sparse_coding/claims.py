@@ -21,7 +21,6 @@ from trainer.theory.sparse_coding.settings import (
     SUPERVISED,
     LearnerKind,
     Problem,
-    SparseCodingSettings,
 )
 
 _LEAST_FALL = 0.03  # share of its first value; an arm whose loss fell by less has not trained
@@ -74,13 +73,14 @@ def steps_to_reach(log_SL: Tensor, *, every: int) -> Tensor:
     return (reached_SL.int().argmax(1) + 1) * every
 
 
-def measure_arms(arms: ArmMetrics, settings: SparseCodingSettings) -> tuple[dict[str, Measurement], dict[str, object]]:
+def measure_arms(arms: ArmMetrics) -> tuple[dict[str, Measurement], dict[str, object]]:
     """Return the measurements of the arms of one problem, and words for their claims.
 
     A claim on an arm that has not trained is not decided.
     """
     of, problem, D = arms.of, arms.problem, arms.problem.num_features
-    few = next((place for place, count in enumerate(settings.label_counts) if count >= 8 * D), -1)
+    label_counts = problem.settings.label_counts
+    few = next((place for place, count in enumerate(label_counts) if count >= 8 * D), -1)
     cosine_steps_S, share_steps_S = (
         steps_to_reach(of(MASK_BIAS, name), every=problem.log_every) for name in ("cosine_log", "share_log")
     )
@@ -110,8 +110,8 @@ def measure_arms(arms: ArmMetrics, settings: SparseCodingSettings) -> tuple[dict
         "the subspace comes first": (cosine_steps_S - share_steps_S, [MASK_BIAS]),
     }
     words = {
-        "most": settings.label_counts[-1],
-        "few": settings.label_counts[few],
+        "most": label_counts[-1],
+        "few": label_counts[few],
         "raw": raw_few_S.mean(),
         "ceiling": problem.linear_ceiling,
         "mask_loss": of(MASK_BIAS, "loss").mean(),
@@ -124,13 +124,13 @@ def measure_arms(arms: ArmMetrics, settings: SparseCodingSettings) -> tuple[dict
     return {name: _unless_untrained(values_S, arms, kinds) for name, (values_S, kinds) in found.items()}, words
 
 
-def measure_biases(arms: ArmMetrics, settings: SparseCodingSettings) -> dict[str, Measurement]:
+def measure_biases(arms: ArmMetrics) -> dict[str, Measurement]:
     """Return the measurements of trained biases, and of the likeness of contrastive and supervised neurons."""
 
     def last(arm: LearnerKind, name: str) -> Tensor:
         return arms.of(arm, f"{name}_log")[:, -1]
 
-    start = settings.trained_bias_start
+    start = arms.problem.settings.trained_bias_start
     resemblance_S = arms.of(MASK_TRAINED, "resemblance") - arms.of(NONE_TRAINED, "resemblance")
     single_S = last(MASK_TRAINED, "cosine") - last(MASK_LINEAR, "cosine")
     found: dict[str, tuple[Tensor, Sequence[LearnerKind]]] = {

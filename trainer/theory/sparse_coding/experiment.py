@@ -45,19 +45,19 @@ _PROBLEM = ("num_features", "num_pixels", "num_neurons", "num_steps", "feature_p
 def check_arms(settings: SparseCodingSettings, device: torch.device) -> Outcome:
     """Compare four arms on one problem. Raises `UserError` if a training diverged, as the next two do."""
     (arms,) = train_grid(settings, "arms", device)
-    return Outcome(*measure_arms(arms, settings), _arm_figures(arms, settings), {"arms": _table(arms, settings)})
+    return Outcome(*measure_arms(arms), _arm_figures(arms), {"arms": _table(arms)})
 
 
 def check_biases(settings: SparseCodingSettings, device: torch.device) -> Outcome:
     """Compare trained biases with and without mask, and supervised training."""
     (arms,) = train_grid(settings, "biases", device)
-    return Outcome(measure_biases(arms, settings), tables={"biases": _table(arms, settings)})
+    return Outcome(measure_biases(arms), tables={"biases": _table(arms)})
 
 
 def check_grid(study: Study, settings: SparseCodingSettings, device: torch.device) -> Outcome:
     """Compare the arms with growing biases at each problem of a grid."""
     grid = train_grid(settings, study, device)
-    tables: dict[str, Any] = {study: [_table(arms, settings) for arms in grid]}
+    tables: dict[str, Any] = {study: [_table(arms) for arms in grid]}
     return Outcome(measure_gaps(grid), {}, _grid_figures(grid, study), tables)
 
 
@@ -82,7 +82,7 @@ def train_grid(settings: SparseCodingSettings, study: Study, device: torch.devic
 
         @torch.no_grad()
         def trained(seeds: Sequence[int], problem: Problem = problem) -> Tensors:
-            return measure(train(problem, settings, seeds=seeds, device=device), problem, settings, seeds=seeds)
+            return measure(train(problem, seeds=seeds, device=device), problem, seeds=seeds)
 
         metrics = in_blocks(settings.seeds, settings.seeds_at_once, trained)
         require_finite(metrics["loss_log"], "learning_rate", settings.learning_rate)
@@ -90,7 +90,7 @@ def train_grid(settings: SparseCodingSettings, study: Study, device: torch.devic
     return grid
 
 
-def _table(arms: ArmMetrics, settings: SparseCodingSettings) -> dict[str, Any]:
+def _table(arms: ArmMetrics) -> dict[str, Any]:
     """Return the ratios of one problem, and mean and standard deviation of each arm's metrics."""
     single = ["noise_cosine", "signal_cosine", "active", "active_on_noise", "coverage", "atoms_per_neuron",
               "neurons_per_atom", "size_ratio", "other_cosine", "r2", "accuracy", "loss"]  # fmt: skip
@@ -113,15 +113,15 @@ def _table(arms: ArmMetrics, settings: SparseCodingSettings) -> dict[str, Any]:
         "bias_over_noise": arms.problem.bias_over_noise if problem.noise_variance else None,
         "noise_over_signal": arms.problem.noise_over_signal,
         "linear_ceiling": arms.problem.linear_ceiling,
-        "label_counts": list(settings.label_counts),
+        "label_counts": list(problem.settings.label_counts),
         "raw_r2_by_labels": arms.metrics["raw_r2_labels"][:, 0].mean(0).tolist(),
         "raw_accuracy_by_labels": arms.metrics["raw_accuracy_labels"][:, 0].mean(0).tolist(),
         "arms": rows,
     }
 
 
-def _arm_figures(arms: ArmMetrics, settings: SparseCodingSettings) -> dict[str, PanelGrid]:
-    problem, counts = arms.problem, settings.label_counts
+def _arm_figures(arms: ArmMetrics) -> dict[str, PanelGrid]:
+    problem, counts = arms.problem, arms.problem.settings.label_counts
     steps = [problem.log_every * (place + 1) for place in range(arms.metrics["loss_log"].shape[-1])]
     start = arms.of(MASK_BIAS, "bias_start").double().mean().item()
     training = [

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys, normal, uniform
 from trainer.theory.framework.experiment import draw_keys
-from trainer.theory.sparse_coding.settings import LearnerKind, Problem, SparseCodingSettings
+from trainer.theory.sparse_coding.settings import LearnerKind, Problem
 from trainer.views.random_mask import coins
 
 # Purposes of `counter_rng` (the mask has 0), and numbers of views that separate training and probes.
@@ -143,7 +143,6 @@ def train_step(
     x_SNP: Tensor,
     *,
     problem: Problem,
-    settings: SparseCodingSettings,
     step: int,
 ) -> Tensor:
     """Take one step of gradient descent and of the bias schedule, in place; return the loss before it, (S, A)."""
@@ -151,9 +150,9 @@ def train_step(
     u_first, u_negative = learners.project(first_SBP), learners.project(x_SNP)
     u_second = u_first if second_SBP is first_SBP else learners.project(second_SBP)
     loss_SA, coefficient_SABM = contrast(
-        u_first, u_second, u_negative, learners.bias_SAM[:, :, None], temperature=settings.temperature
+        u_first, u_second, u_negative, learners.bias_SAM[:, :, None], temperature=problem.settings.temperature
     )
-    descend(learners, first_SBP, u_first, coefficient_SABM, problem=problem, settings=settings, step=step)
+    descend(learners, first_SBP, u_first, coefficient_SABM, problem=problem, step=step)
     return loss_SA
 
 
@@ -176,7 +175,6 @@ def descend(
     coefficient_SABM: Tensor,
     *,
     problem: Problem,
-    settings: SparseCodingSettings,
     step: int,
 ) -> None:
     """Move the weights and the trained biases down the gradient, then raise growing biases, in place.
@@ -184,23 +182,21 @@ def descend(
     The features of x fall by sign(u) with the bias, so its gradient is sum_b coefficient_bm sign(u_bm).
     """
     coefficient_SBQ = coefficient_SABM.transpose(1, 2).flatten(2)
-    rate = settings.learning_rate
-    learners.weights_SQP.baddbmm_(coefficient_SBQ.mT, x_SBP, beta=1 - rate * settings.weight_decay, alpha=rate)
+    rate, decay = problem.settings.learning_rate, problem.settings.weight_decay
+    learners.weights_SQP.baddbmm_(coefficient_SBQ.mT, x_SBP, beta=1 - rate * decay, alpha=rate)
     fall_SAM = rate * (coefficient_SABM * u_SABM.sign()).sum(2) * learners.trained_A[:, None]
     learners.bias_SAM = (learners.bias_SAM - fall_SAM).clamp_(min=0)
     norm_SAM = learners.weights_by_arm.norm(dim=-1)
-    raise_bias(learners, norm_SAM, problem=problem, settings=settings, step=step)
+    raise_bias(learners, norm_SAM, problem=problem, step=step)
 
 
-def raise_bias(
-    learners: Learners, norm_SAM: Tensor, *, problem: Problem, settings: SparseCodingSettings, step: int
-) -> None:
+def raise_bias(learners: Learners, norm_SAM: Tensor, *, problem: Problem, step: int) -> None:
     """Set a growing bias when all neurons have grown. Then raise it, and keep it in proportion to the norm."""
     bias_SAM, old_SAM = learners.bias_SAM, learners.norm_SAM
     started_SA1 = learners.start_SA[..., None] >= 0
-    factor_SAM = torch.clamp(norm_SAM / old_SAM, min=1 + settings.learning_rate / problem.num_features)
+    factor_SAM = torch.clamp(norm_SAM / old_SAM, min=1 + problem.settings.learning_rate / problem.num_features)
     raised_SAM = torch.minimum(bias_SAM * factor_SAM, problem.bias_cap * norm_SAM)
-    grown_SA = (norm_SAM >= settings.bias_growth_start * learners.first_norm_SAM).all(-1)
+    grown_SA = (norm_SAM >= problem.settings.bias_growth_start * learners.first_norm_SAM).all(-1)
     set_SA1 = grown_SA[..., None] & learners.growing_A[:, None] & ~started_SA1
     grown_SAM = torch.where(set_SA1, problem.bias_first * norm_SAM, raised_SAM)
     learners.bias_SAM = torch.where(learners.trained_A[:, None], bias_SAM, grown_SAM)
@@ -238,7 +234,7 @@ def atom_cosines(learners: Learners, atoms_SDP: Tensor) -> Tensor:
     return along_SAMD.abs() / learners.norm_SAM[..., None]
 
 
-def train(problem: Problem, settings: SparseCodingSettings, *, seeds: Sequence[int], device: torch.device) -> Trained:
+def train(problem: Problem, *, seeds: Sequence[int], device: torch.device) -> Trained:
     """Train every arm of every seed on the same draws.
 
     A supervised arm sees unmasked examples with D labels, a random rotation of their codes. Its first weights are other
@@ -249,13 +245,15 @@ def train(problem: Problem, settings: SparseCodingSettings, *, seeds: Sequence[i
     atoms_SDP = draw_atoms(keys, num_features=D, num_pixels=P).float()
 
     def small(num: int, purpose: int) -> Tensor:
-        return normal(keys, M * num, purpose=purpose).view(-1, M, num) * (settings.initial_scale / math.sqrt(num))
+        return normal(keys, M * num, purpose=purpose).view(-1, M, num) * (
+            problem.settings.initial_scale / math.sqrt(num)
+        )
 
     groups = [
         new_learners(
             arms,
             small(P, _SUPERVISED if supervised else _WEIGHTS),
-            trained_bias_start=settings.trained_bias_start,
+            trained_bias_start=problem.settings.trained_bias_start,
         )
         for masked, supervised in ((True, False), (False, False), (False, True))
         if (arms := [arm for arm in problem.arms if (arm.masked, arm.supervised) == (masked, supervised)])
@@ -278,11 +276,11 @@ def train(problem: Problem, settings: SparseCodingSettings, *, seeds: Sequence[i
                 loss_SA, coefficient_SANM, direction_SAMD = regress(
                     u_SANM, group.bias_SAM[:, :, None], readout_SAMD, y_SAND
                 )
-                descend(group, x_SNP, u_SANM, coefficient_SANM, problem=problem, settings=settings, step=step)
-                readout_SAMD = readout_SAMD + settings.learning_rate * direction_SAMD
+                descend(group, x_SNP, u_SANM, coefficient_SANM, problem=problem, step=step)
+                readout_SAMD = readout_SAMD + problem.settings.learning_rate * direction_SAMD
             else:
                 views = masked_views(positive_SBP, keys) if group.arms[0].masked else (positive_SBP, positive_SBP)
-                loss_SA = train_step(group, views, negative_SNP, problem=problem, settings=settings, step=step)
+                loss_SA = train_step(group, views, negative_SNP, problem=problem, step=step)
             step_losses.append(loss_SA)
         losses += torch.cat(step_losses, dim=1)
         if (step + 1) % problem.log_every == 0:

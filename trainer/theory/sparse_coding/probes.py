@@ -27,7 +27,7 @@ from trainer.theory.sparse_coding.model import (
     masked_views,
     soft_threshold,
 )
-from trainer.theory.sparse_coding.settings import Problem, SparseCodingSettings
+from trainer.theory.sparse_coding.settings import Problem
 
 _LABELS: Final = 6  # a purpose of `counter_rng` that the model does not use
 _RIDGE: Final = (
@@ -45,9 +45,7 @@ _BIASES: Final = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)  # of planted neurons, in u
 _MOST_POSITIVES: Final = 256  # of planted neurons
 
 
-def measure(
-    trained: Trained, problem: Problem, settings: SparseCodingSettings, *, seeds: Sequence[int]
-) -> dict[str, Tensor]:
+def measure(trained: Trained, problem: Problem, *, seeds: Sequence[int]) -> dict[str, Tensor]:
     """Return all metrics of trained arms, (S, A, ...), on new items. All arms see the same items.
 
     Metrics that end in `_labels` are (..., C). Metrics that begin with `raw_` are of x itself, with A = 1. The labels
@@ -58,7 +56,7 @@ def measure(
     `size_ratio` the largest over the smallest |<w, atom>| of such pairs, and `other_cosine` the root mean square of the
     cosines of all other pairs.
     """
-    atoms_SDP = trained.atoms_SDP
+    atoms_SDP, settings = trained.atoms_SDP, problem.settings
     num_items = settings.label_counts[-1] + 2 * settings.num_test_items
     features, inputs, codes = [], [], []
     sums: dict[str, Tensor] = {}
@@ -143,7 +141,11 @@ def planted_losses(problem: Problem, *, seeds: Sequence[int], device: torch.devi
     bias_S1D = torch.ones_like(u_first[:, :1])
     tries = [
         contrast(
-            norm * u_first, norm * u_second, norm * u_negative, norm * bias * bias_S1D, temperature=problem.temperature
+            norm * u_first,
+            norm * u_second,
+            norm * u_negative,
+            norm * bias * bias_S1D,
+            temperature=problem.settings.temperature,
         )[0]
         for norm in _NORMS
         for bias in _BIASES
@@ -151,7 +153,7 @@ def planted_losses(problem: Problem, *, seeds: Sequence[int], device: torch.devi
     equal_SB = (torch.cdist(z_STD[:, :B], z_STD[:, B:]) < 0.5).sum(-1)
     return {
         "planted": min(tries, key=lambda loss_S: loss_S.mean().item()) / problem.first_loss,
-        "floor": problem.temperature * equal_SB.double().log1p().mean(-1) / problem.first_loss,
+        "floor": problem.settings.temperature * equal_SB.double().log1p().mean(-1) / problem.first_loss,
     }
 
 

@@ -95,19 +95,19 @@ ARMS: Mapping[Study, tuple[LearnerKind, ...]] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of a study, with all its numbers.
+    """One problem of a study: its own numbers, and the settings that all problems have.
 
     The bias of a neuron goes from `bias_first` to `bias_cap`, in units of its norm, by the factor 1 + learning_rate / D
     a step. They are 0.2 and 0.45 at D = 16, and in proportion to sqrt(ln D / D).
     """
 
+    settings: SparseCodingSettings
     arms: tuple[LearnerKind, ...]
     num_features: int
     num_pixels: int
     num_neurons: int
     num_positives: int
     num_negatives: int
-    temperature: float
     feature_probability: float
     noise_variance: float
     num_steps: int
@@ -118,7 +118,7 @@ class Problem:
     @property
     def first_loss(self) -> float:
         """Return the contrastive loss of f = 0."""
-        return self.temperature * math.log1p(self.num_negatives)
+        return self.settings.temperature * math.log1p(self.num_negatives)
 
     def first_loss_of(self, arm: LearnerKind) -> float:
         """Return the loss of f = 0; of a supervised arm, half the expected square of its labels."""
@@ -158,13 +158,13 @@ def _problem(
     steps = round(settings.num_steps * usual / probability)
     threshold = math.sqrt(math.log(D) / D / (math.log(16) / 16))
     return Problem(
+        settings=settings,
         arms=arms,
         num_features=D,
         num_pixels=P or settings.pixels_per_feature * D,
         num_neurons=settings.neurons_per_feature * D,
         num_positives=settings.positives_per_feature * D,
         num_negatives=settings.negatives_per_feature * D,
-        temperature=settings.temperature,
         feature_probability=probability,
         noise_variance=math.sqrt(math.log(D)) / D if variance is None else variance,
         num_steps=steps,
