@@ -11,7 +11,6 @@ label. All cures of a setting have the same data, seeds, optimizer and number of
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ from trainer.objectives import (
     VICRegConfig,
 )
 from trainer.optim.optimizers import AdamConfig, ScheduleConfig
-from trainer.probes.linear import ProbeConfig
+from trainer.probes.benchmark import benchmark_probe
 from trainer.views.adversarial_mask import AdversarialMaskConfig
 from trainer.views.channel_dropout import ChannelDropoutConfig
 from trainer.views.composed import ByEpochConfig, PairConfig, SequenceConfig
@@ -108,7 +107,6 @@ def base_run(point: Point) -> RunConfig:
     out = "data/suppression_small" if is_small else "data/suppression"
     train_dir, test_dir = (directory_of(out, point.name, point.difficulty, split) for split in ("train", "test"))
     sample_rate = SMALL_SAMPLE_RATE if is_small else 48_000
-    correlated = itertools.product(setting.hard, setting.easy) if setting.unit == "correlation" else ()
     return RunConfig(
         name=f"{point.name}-{point.difficulty}",
         data=DataConfig(
@@ -130,12 +128,7 @@ def base_run(point: Point) -> RunConfig:
         ),
         global_batch_size=(125 if setting.is_sound else 250) if is_small else 512,
         num_epochs=(20 if setting.is_sound else 10) if is_small else 100,
-        probe=ProbeConfig(
-            num_epochs=20 if is_small else 100,
-            views="none",
-            labels=(*setting.hard, *setting.easy),
-            groups=tuple(correlated),  # the labels of which the worst group counts
-        ),
+        probe=benchmark_probe(setting, point.scale),
     )
 
 
@@ -281,16 +274,6 @@ def _of_setting(name: str, scale: Scale, *, cures: Sequence[str], with_ceilings:
 
 def _placed(run: RunConfig, point: Point, cure: str, changes: Mapping[str, Any]) -> RunConfig:
     """Return a run with its changes, its name and its place in the benchmark."""
-    setting = point.setting
-    factors = {
-        "setting": setting.title,
-        "difficulty": point.difficulty,
-        "unit": setting.unit,
-        "easiest": setting.names_of_difficulties(point.scale)[0] if setting.varies is not None else "",
-        "cure": cure,
-        "hard": ",".join(setting.hard),
-        "easy": ",".join(setting.easy),
-    }
+    factors = point.setting.factors(point.difficulty, scale=point.scale, cure=cure)
     slug = re.sub("[^a-z0-9]+", "-", cure.lower())
-    shown = {name: level for name, level in factors.items() if level}
-    return named(run, slug, tracking=run.tracking.model_copy(update={"factors": shown}), **changes)
+    return named(run, slug, tracking=run.tracking.model_copy(update={"factors": factors}), **changes)

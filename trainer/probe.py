@@ -4,7 +4,8 @@ Reads run directories and the shards that their configs name. For each checkpoin
 RUN_DIR/probes/step_00010000/ a result for each label, such as base.json and, if the samples have overlays,
 overlay.json, and the trained heads in heads.safetensors.
 
-`--encoder ENCODER --train DIR --test DIR` scores an encoder of others in the same form, below scored/.
+`--encoder ENCODER --train DIR --test DIR` scores an encoder of others in the same form, below scored/; `--data DIR` in
+place of the two does so on every setting of the suppression benchmark in DIR.
 
 It runs in one process. `torchrun --standalone --nproc-per-node 8 -m trainer.probe RUN_DIR`, or srun, is faster.
 """
@@ -44,8 +45,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--train", metavar="DIR", help="Fit on this dataset (default: the train set of the run).")
     add("--test", metavar="DIR", help="Test on this dataset (default: the test set of the run).")
     add(
-        "--out", type=Path, metavar="DIR", help="The directory of the results of --encoder (default: scored/NAME-HASH)."
+        "--data", metavar="DIR", help="Score --encoder on every setting of the suppression benchmark in this directory."
     )
+    add("--out", type=Path, metavar="DIR", help="The directory of the results of --encoder (default: below scored/).")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--step", type=whole, help="The checkpoint to probe; 0 is the untrained encoder (default: the newest)."
@@ -69,10 +71,11 @@ def main() -> None:
         arguments.run_dirs, arguments.encoder = [*arguments.run_dirs, Path(arguments.encoder)], None
     if bool(arguments.run_dirs) == (arguments.encoder is not None):
         parser.error("pass either RUN_DIR or --encoder")
-    if arguments.encoder is not None and None in (arguments.train, arguments.test):
-        parser.error("--encoder needs --train DIR and --test DIR, two datasets")
-    if arguments.encoder is None and arguments.out is not None:
-        parser.error("--out is for --encoder; the results of a run lie in its directory")
+    num_datasets = (arguments.train is not None) + (arguments.test is not None)
+    if arguments.encoder is not None and num_datasets != (2 if arguments.data is None else 0):
+        parser.error("--encoder needs either --train DIR and --test DIR, two datasets, or --data DIR, the benchmark")
+    if arguments.encoder is None and (arguments.out is not None or arguments.data is not None):
+        parser.error("--out and --data are for --encoder; the results of a run lie in its directory")
     of_runs = (arguments.step is not None, arguments.all_steps, arguments.missing, arguments.untrained)
     if arguments.encoder is not None and any(of_runs):
         parser.error("--step, --all-steps, --missing and --untrained are for runs, not for --encoder")
@@ -93,10 +96,13 @@ def main() -> None:
     device = choose_device(world)
     with process_group(world, device):
         if arguments.encoder is not None:
-            from trainer.probed_runs.scoring import score
+            from trainer.probed_runs.scoring import score, score_benchmark
 
-            where = {"train_dir": arguments.train, "test_dir": arguments.test, "out": arguments.out}
-            score(arguments.encoder, **where, settings=arguments.set, device=device)
+            how = {"out": arguments.out, "settings": arguments.set, "device": device}
+            if arguments.data is not None:
+                score_benchmark(arguments.encoder, root=arguments.data, **how)
+            else:
+                score(arguments.encoder, train_dir=arguments.train, test_dir=arguments.test, **how)
             return
         paths = runs_of(arguments.run_dirs)
 

@@ -53,13 +53,15 @@ def main() -> None:
     if arguments.wandb and arguments.study is not None:
         raise UserError("--wandb makes no page of a study; leave out --wandb or --study")
     tables = [path for path in arguments.run_dirs if path.name.endswith(_TABLES)]
-    if tables and (arguments.study is None or len(tables) < len(arguments.run_dirs)):
-        raise UserError(f"{tables[0]} is a table, which only --study reads, without run directories beside it")
-    say_what_is_left_out([path for path in arguments.run_dirs if path not in tables])
-    paths = [] if tables else runs_of(arguments.run_dirs)
+    typed = [path for path in arguments.run_dirs if path not in tables]
+    say_what_is_left_out(typed)
+    paths = runs_of(typed)
     import_code(arguments.code)
     scored = read_scored(paths)
-    runs, problems = without_copies(read_runs([path for path in paths if path not in scored]))
+    of_others = {directory for place in scored for directory in (place, place.parent)}
+    runs, problems = without_copies(read_runs([path for path in paths if path not in of_others]))
+    if tables and (arguments.study is None or runs):
+        raise UserError(f"{tables[0]} is a table, which only --study reads, without runs beside it")
     rows = measure(runs, scored)
     rows += [row for table in tables for row in read_csv(table)]
     if arguments.csv is not None:

@@ -19,12 +19,11 @@ from typing import Any, Final, Literal
 
 from data_pipeline.building.build import build_dataset
 from data_pipeline.building.datasets import SPLITS
-from data_pipeline.building.suppression_settings import SETTINGS, Scale, Setting, directory_of
+from data_pipeline.building.suppression_settings import NUM_SMALL, SETTINGS, Scale, Setting, directory_of
 from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.overlays.digits import DigitOptions
 from data_pipeline.overlays.registry import find_overlay
 
-_NUM_SMALL: Final[Mapping[str, int]] = {"train": 4_000, "test": 2_000}
 _NUM_SMALL_SOUNDS: Final[Mapping[str, int]] = {"train": 1_000, "test": 500}
 _NUM_FULL_TRIFEATURE: Final[Mapping[str, int]] = {"train": 80_000, "test": 20_000}
 
@@ -151,7 +150,7 @@ def build_suppression(
 
 def _limit(setting: Setting, *, split: str, scale: Scale) -> int | None:
     if scale == "small":
-        return (_NUM_SMALL_SOUNDS if setting.is_sound else _NUM_SMALL)[split]
+        return (_NUM_SMALL_SOUNDS if setting.is_sound else NUM_SMALL)[split]
     return _NUM_FULL_TRIFEATURE[split] if setting.overlay is None else None
 
 

@@ -14,6 +14,8 @@ from data_pipeline.core.options import OptionValue
 from data_pipeline.core.sample import BASE, OVERLAY
 
 Scale = Literal["full", "small"]
+NUM_SMALL: Final[Mapping[str, int]] = {"train": 4_000, "test": 2_000}  # samples of a split at the small scale, at most
+ENCODER: Final = "encoder: "  # begins the name of a cure that is none: an encoder of others
 _CORRELATION: Final = "correlation"
 
 
@@ -57,6 +59,19 @@ class Setting:
     def names_of_difficulties(self, scale: Scale) -> tuple[str, ...]:
         """Return the names of the difficulties, which are names of directories; "all" if there is only one."""
         return tuple(str(value) for value in self.difficulties.get(scale, ("all",)))
+
+    def factors(self, difficulty: str, *, scale: Scale, cure: str) -> dict[str, str]:
+        """Return the place of an encoder in the benchmark, which its page reads (docs/reports.md)."""
+        factors = {
+            "setting": self.title,
+            "difficulty": difficulty,
+            "unit": self.unit,
+            "easiest": self.names_of_difficulties(scale)[0] if self.varies is not None else "",
+            "cure": cure,
+            "hard": ",".join(self.hard),
+            "easy": ",".join(self.easy),
+        }
+        return {name: level for name, level in factors.items() if level}
 
     def options(
         self, part: Literal["overlay", "source"], *, difficulty: str, split: str, scale: Scale

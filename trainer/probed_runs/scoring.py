@@ -1,29 +1,45 @@
 """Score an encoder of others on datasets of ours: `python -m trainer.probe --encoder ENCODER --train DIR --test DIR`.
 
-Guarantees: the encoder is not changed, and no result depends on the number of ranks.
+With `--data DIR` in place of `--train` and `--test`, on every setting of the suppression benchmark.
+
+Guarantees: the encoder is not changed, and no result depends on the number of ranks. Results of the same encoder are
+not computed again: the same file, and the same bits of the features of some test samples.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
 
+from data_pipeline.building.suppression_settings import ENCODER, NUM_SMALL, SETTINGS, Scale, directory_of
 from data_pipeline.core.counter_rng import DrawKeys
-from data_pipeline.core.errors import UserError
+from data_pipeline.core.errors import UserError, printable
 from data_pipeline.core.imports import PYTHON_SUFFIX, find_in_working_directory, import_file, import_object
+from data_pipeline.storage.locations import MANIFEST_NAME
+from data_pipeline.storage.manifest import Manifest
 from trainer.data import DataConfig, read_agreed_manifests
+from trainer.distributed.collectives import from_first_rank, rank
 from trainer.pretrained import load_encoder, open_network
 from trainer.probed_runs.probing import check_labels, read_data, scored_on, short_hash, write_results
 from trainer.probed_runs.readout import read_out
 from trainer.probes.any_encoder import WITHOUT_VIEWS, AnyEncoder, check_without_views
+from trainer.probes.benchmark import benchmark_probe
+from trainer.probes.features import Pictures, frozen
+from trainer.probes.linear import ProbeConfig
+from trainer.probes.result import ScoredEncoder, read_result
+from trainer.probes.targets import readable_labels
+from trainer.views.inputs import to_floating
 
 AnyNetwork: TypeAlias = nn.Module | Callable[[Tensor], Tensor]
 _OF_LIBRARY = ("timm:", "torchvision:")
+_NUM_TRIED = 16  # test samples by whose features an encoder is known again
 _OBJECT = re.compile(r"[^:]+:[A-Za-z_]\w*")  # file.py:name or package.module:name
 
 
@@ -54,6 +70,10 @@ def open_encoder(text: str) -> AnyNetwork:
     return encoder  # type: ignore[no-any-return]  # it is checked when it is called
 
 
+class CannotEncodeError(UserError):
+    """An encoder fails on the samples of a dataset, such as pictures of more channels than it takes."""
+
+
 def score(
     text: str, *, train_dir: str, test_dir: str, out: Path | None, settings: Sequence[str], device: torch.device
 ) -> Path:
@@ -61,24 +81,139 @@ def score(
 
     `out` is by default scored/NAME-HASH in the working directory, with the short hash of the data. `settings` change
     the probe, which fits on samples without views. Every rank calls this. Raises the errors of `open_encoder`, and
-    `UserError` if a dataset is missing, has no label, or shares too many samples with the other.
+    `UserError` if a dataset is missing, has no label, or shares too many samples with the other, or if the encoder
+    cannot encode it.
     """
-    config = WITHOUT_VIEWS.override(settings, where="the probe")
-    check_without_views(config)
-    data = DataConfig(train_dir=train_dir, test_dir=test_dir).absolute()
-    manifests = read_agreed_manifests(data)
-    check_labels(data, manifests, config)
+    data = DataConfig(train_dir=train_dir, test_dir=test_dir)
+    return _score(text, _open_on(text, device), data, lambda _: (WITHOUT_VIEWS, {}), settings, device, out=out)
+
+
+def score_benchmark(text: str, *, root: str, out: Path | None, settings: Sequence[str], device: torch.device) -> Path:
+    """Probe the encoder that `text` names on every dataset of the suppression benchmark below `root`.
+
+    Each result is as that of `score`, by the probe of the benchmark, in SETTING-DIFFICULTY below `out`, by default
+    scored/NAME, which this returns. A dataset that the encoder cannot encode is named and left out. Every rank calls
+    this. Raises the errors of `score`, and `UserError` if there is no dataset, or none that it can encode.
+    """
+    places = from_first_rank(lambda: _datasets_below(root), list[tuple[str, str]])
+    encoder, out, num_scored = _open_on(text, device), out or Path("scored", _name(text)), 0
+    for name, difficulty in places:
+
+        def place(
+            train: Manifest, name: str = name, difficulty: str = difficulty
+        ) -> tuple[ProbeConfig, dict[str, str]]:
+            scale: Scale = "small" if train.num_samples <= NUM_SMALL["train"] else "full"
+            cure = ENCODER + Path(text).name
+            return benchmark_probe(SETTINGS[name], scale), SETTINGS[name].factors(difficulty, scale=scale, cure=cure)
+
+        train_dir, test_dir = (directory_of(root, name, difficulty, split) for split in ("train", "test"))
+        data = DataConfig(train_dir=train_dir, test_dir=test_dir)
+        try:
+            _score(text, encoder, data, place, settings, device, out=out / f"{name}-{difficulty}")
+            num_scored += 1
+        except CannotEncodeError as error:
+            if rank() == 0:
+                print(f"left out: {printable(str(error))}", file=sys.stderr, flush=True)
+    if not num_scored:
+        raise UserError(f"{text} can encode none of the {len(places)} datasets in {root}")
+    return out
+
+
+def _datasets_below(root: str) -> list[tuple[str, str]]:
+    """Return setting and difficulty of the datasets of the benchmark below a directory."""
+    found = [
+        (name, difficulty)
+        for name, setting in SETTINGS.items()
+        for difficulty in dict.fromkeys(
+            one for scale in get_args(Scale) for one in setting.names_of_difficulties(scale)
+        )
+        if all(
+            Path(directory_of(root, name, difficulty, split), MANIFEST_NAME).is_file() for split in ("train", "test")
+        )
+    ]
+    if not found:
+        raise UserError(
+            f"{root} holds no dataset of the suppression benchmark; build some with `python -m data_pipeline "
+            f"suppression --root DIR --out {root} --small`"
+        )
+    return found
+
+
+def _open_on(text: str, device: torch.device) -> AnyEncoder:
     encoder = open_encoder(text)
-    train, test, num_shared = read_data(data, manifests, config)
-    reader = AnyEncoder(encoder.to(device) if isinstance(encoder, nn.Module) else encoder)
+    return AnyEncoder(encoder.to(device) if isinstance(encoder, nn.Module) else encoder)
+
+
+def _file(text: str) -> Path | None:
+    """Return the file that holds an encoder; None if it is none."""
     file = Path(text.rpartition(":")[0] if _OBJECT.fullmatch(text) else text)
-    scored = scored_on(data, text, file=file if file.is_file() else None)
+    return file if file.is_file() else None
+
+
+def _name(text: str) -> str:
+    """Return the name of the directory of an encoder's results, such as "my.py-encoder"."""
+    return re.sub(r"[^\w.]+", "-", text if _file(text) is None else Path(text).name).strip("-.")
+
+
+def _score(
+    text: str,
+    encoder: AnyEncoder,
+    data: DataConfig,
+    place: Callable[[Manifest], tuple[ProbeConfig, dict[str, str]]],
+    settings: Sequence[str],
+    device: torch.device,
+    *,
+    out: Path | None,
+) -> Path:
+    """Probe an encoder on a dataset, and write and print the results, unless they are there. Every rank calls this.
+
+    `place` returns the probe and the factors for a train set.
+    """
+    data = data.absolute()
+    manifests = read_agreed_manifests(data)
+    own, factors = place(manifests.probed)
+    config = own.override(settings, where="the probe")
+    check_without_views(config)
+    check_labels(data, manifests, config)
+    train, test, num_shared = read_data(data, manifests, config)
+    features, problem = from_first_rank(lambda: _try(encoder, test, device), tuple[str, str])
+    if problem:
+        raise CannotEncodeError(f"{text} cannot encode the samples of {data.test_dir}: {problem}")
+    found = scored_on(data, text, file=_file(text))
+    scored = found.model_copy(update={"features": features, "factors": factors})
+    hashes = (manifests.probed.sha256, manifests.test.sha256)
+    out = out or Path("scored", f"{_name(text)}-{short_hash(hashes)}")
+    paths = [out / f"{label}.json" for label in readable_labels(manifests.probed, manifests.test, wanted=config.labels)]
+    if from_first_rank(lambda: all(_is_there(path, scored, config, hashes) for path in paths), bool):
+        if rank() == 0:
+            print(f"{out}: scored already")
+        return out
     facts = {"num_shared": num_shared, "run": text, "scored": scored}
-    results, heads = read_out(reader, _without_views, train, test, config, device, step=1, facts=facts)
-    name = re.sub(r"[^\w.]+", "-", file.name if file.is_file() else text).strip("-.")
-    directory = out or Path("scored", f"{name}-{short_hash((train.manifest.sha256, test.manifest.sha256))}")
-    write_results(directory, results, heads)
-    return directory
+    results, heads = read_out(encoder, _without_views, train, test, config, device, step=1, facts=facts)
+    write_results(out, results, heads)
+    return out
+
+
+def _try(encoder: AnyEncoder, test: Pictures, device: torch.device) -> tuple[str, str]:
+    """Return the SHA-256 of the features of some samples and "", or "" and why the encoder fails on them."""
+    pictures = test.pictures(torch.arange(min(_NUM_TRIED, len(test))))
+    try:
+        with frozen(encoder):
+            features_BF, _ = encoder.features_and_pooled(to_floating(pictures.to(device)))
+    except Exception as error:  # whatever the code of others raises
+        reason = " ".join(str(error).split())
+        return "", f"{type(error).__name__} for an input of shape {tuple(pictures.shape)}: {reason}"
+    return hashlib.sha256(features_BF.cpu().numpy().tobytes()).hexdigest(), ""
+
+
+def _is_there(path: Path, scored: ScoredEncoder, config: ProbeConfig, hashes: tuple[str, str]) -> bool:
+    """Return whether a file holds the result of this encoder by this probe on these data."""
+    try:
+        result = read_result(path)
+    except UserError:  # there is none, or a damaged one
+        return False
+    known = None if result.scored is None else result.scored.model_copy(update={"origin": scored.origin})
+    return (known, result.probe_config, result.data) == (scored, config.protocol, hashes)
 
 
 def _without_views(inputs: Tensor, _: DrawKeys, __: Tensor | None, /) -> Tensor:

@@ -31,6 +31,8 @@ class ScoredEncoder(Schema):
     seed: of the run; 0 of an encoder of others.
     origin: the command, code and machine, as in a provenance.json.
     sha256: of the file of the encoder; None if it is no file.
+    features: the SHA-256 of its features of some samples, by which a later call knows it again; "" of a run.
+    factors: its place in the suppression benchmark, as `tracking.factors` of a run; empty of other data.
     """
 
     name: Line
@@ -39,6 +41,8 @@ class ScoredEncoder(Schema):
     test_dir: Line
     origin: dict[str, Any]
     sha256: str | None = None
+    features: str = ""
+    factors: dict[str, str] = Field(default_factory=dict)
 
 
 class ProbeResult(Schema):

@@ -93,9 +93,11 @@ def name_of_data(train_dir: str) -> str:
 def read_scored(paths: Sequence[Path]) -> Scored:
     """Return the results of encoders that are not those of runs on their own data, by directory.
 
-    A path is that of such a directory, or of a run, which has one for each other data and step.
+    A path is that of such a directory, or of one that holds several, or of a run, which has one for each other data and
+    step.
     """
-    places = [place for path in paths for place in [path, *sorted(path.glob("probes/data_*/step_*"))]]
+    inner = {path: "probes/data_*/step_*" if RunDir(path).config.is_file() else "*/" for path in paths}
+    places = [place for path, below in inner.items() for place in [path, *sorted(path.glob(below))]]
     found = {place: results_in(place) for place in places if not RunDir(place).config.is_file()}
     return {place: results for place, results in found.items() if results and results[0].scored is not None}
 

@@ -1,12 +1,14 @@
 """The page of the suppression benchmark: which cure keeps the feature that the easy one suppresses.
 
 A run finds its place by its factors (`tracking.factors`): setting, difficulty and cure. A setting is a dataset with
-hard and easy labels, at several difficulties. Invariant: a cell holds finished runs that were trained and probed on one
+hard and easy labels, at several difficulties. An encoder of others is no cure and has no seeds; it stands beside the
+cures, and takes no part in their comparisons. Invariant: a cell holds finished runs that were trained and probed on one
 dataset, with one protocol, one for each seed.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,13 +21,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from data_pipeline.building.suppression_settings import ENCODER
 from data_pipeline.core.errors import UserError
 from trainer.observability.figures import to_png
 from trainer.probes.features import LabelSpace
 from trainer.reports.charts import COLORS, number_of
 from trainer.reports.comparison import by_seed
 from trainer.reports.page import Table, accuracy, percent, points
-from trainer.reports.paired import LEVEL, Estimate, Ranking, Reading, leads_over, mean_of, rank
+from trainer.reports.paired import LEVEL, Estimate, Ranking, Reading, difference_of, leads_over, mean_of, rank
 from trainer.reports.table import FEATURES, PIXELS, Measurement
 
 BENCHMARK = "suppression"  # begins the names of its studies
@@ -60,7 +63,12 @@ class Setting:
 
     @property
     def cures(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(cure for _, cure in self.rows if not cure.startswith(CEILING)))
+        return tuple(dict.fromkeys(cure for _, cure in self.rows if not cure.startswith((CEILING, ENCODER))))
+
+    @property
+    def encoders(self) -> tuple[str, ...]:
+        """Return the encoders of others."""
+        return tuple(dict.fromkeys(cure for _, cure in self.rows if cure.startswith(ENCODER)))
 
     def of(self, difficulty: str, label: LabelSpace, cure: str | None = None) -> list[Measurement]:
         """Return the rows of a label at a difficulty, of one cure or of all of them."""
@@ -88,6 +96,7 @@ class Column:
 
     readings: the accuracy of each measured cure, by seed; `of_cure` are the means.
     of_untrained: the accuracy of the untrained encoder, by seed.
+    of_encoder: the accuracy of each encoder of others.
     """
 
     setting: Setting
@@ -96,6 +105,7 @@ class Column:
     readings: Mapping[str, Mapping[int, Reading]]
     of_cure: Mapping[str, Estimate]
     of_untrained: Mapping[int, Reading]
+    of_encoder: Mapping[str, Reading]
     ceiling: Estimate | None
     untrained: Estimate | None
     pixels: Estimate | None
@@ -116,6 +126,23 @@ class Column:
     def title(self) -> str:
         return self.setting.title(self.label, self.difficulty)
 
+    @property
+    def references(self) -> dict[str, Estimate]:
+        """Return the accuracies beside those of the cures, by their names in the figures."""
+        named = {"ceiling": self.ceiling, "untrained": self.untrained, "raw pixels": self.pixels}
+        encoders = {name: mean_of([reading]) for name, reading in self.of_encoder.items()}
+        return encoders | {name: one for name, one in named.items() if one is not None}
+
+    def lead_over_best(self, encoder: str) -> Estimate | None:
+        """Return the lead of an encoder of others over the best cure, paired over test samples; None without cures.
+
+        The encoder is the same beside every seed of the cure, so the error holds the scatter of the cure's seeds.
+        """
+        if self.ranking is None:
+            return None
+        of_best = self.readings[self.ranking.best]
+        return difference_of(dict.fromkeys(of_best, self.of_encoder[encoder]), of_best)
+
     def is_best(self, cure: str) -> bool:
         """Return whether a cure is the best, or not told from it."""
         if self.ranking is None or cure not in self.of_cure:
@@ -133,14 +160,16 @@ def suppression_page(
     Raises `UserError` if no row has the factors, or if two configurations fill one place.
     """
     settings, num_left_out = settings_of(rows)
+    kept = [row for setting in settings for of_cell in setting.rows.values() for row in of_cell]
     columns = [
         column_of(setting, setting.middle, label)
         for kind in ("hard", "easy")
         for setting in settings
         for label in getattr(setting, kind)
     ]
-    columns = [column for column in columns if column.of_cure]
-    hard = [column for column in columns if column.label in column.setting.hard]
+    columns = [column for column in columns if column.of_cure or column.of_encoder]
+    hard = [column for column in columns if column.label in column.setting.hard and column.of_cure]
+    encoders = list(dict.fromkeys(name for setting in settings for name in setting.encoders))
     cures = list(dict.fromkeys(cure for column in columns for cure in column.of_cure))
     order = sorted(cures, key=lambda cure: -_mean_lead(hard, cure))
     found = {
@@ -148,13 +177,15 @@ def suppression_page(
         "cures": order,
         "best": _best_table(hard),
         "often": _often_best(hard, order),
+        "others": _encoders_table(columns),
+        "others_left_out": sorted(_runs_of_encoders(rows) - _runs_of_encoders(kept)),
         "published": _published_table(settings, published),
         "sources": list(dict.fromkeys(line["source"] for line in published)),
         "num_left_out": num_left_out,
     }
-    figures = {"accuracies": draw_overview(columns, order)} if columns else {}
+    figures = {"accuracies": draw_overview(columns, order, encoders)} if columns else {}
     if any(len(setting.difficulties) > 1 for setting in settings):
-        figures["difficulties"] = draw_difficulties(settings, order)
+        figures["difficulties"] = draw_difficulties(settings, order, encoders)
     return found, figures
 
 
@@ -228,6 +259,7 @@ def column_of(setting: Setting, difficulty: str, label: LabelSpace) -> Column:
 
     cures = {cure: of_cure for cure in setting.cures if (of_cure := readings(is_trained=True, cure=cure))}
     untrained = readings(is_trained=False)
+    encoders = {name: readings(is_trained=True, cure=name) for name in setting.encoders}
     return Column(
         setting=setting,
         difficulty=difficulty,
@@ -235,6 +267,7 @@ def column_of(setting: Setting, difficulty: str, label: LabelSpace) -> Column:
         readings=cures,
         of_cure={cure: mean_of(list(of_cure.values())) for cure, of_cure in cures.items()},
         of_untrained=untrained,
+        of_encoder={name: reading for name, by_seed in encoders.items() for reading in by_seed.values()},
         ceiling=_mean(readings(is_trained=True, cure=CEILING + label)),
         untrained=_mean(untrained),
         pixels=_mean(readings(reads=PIXELS, is_trained=False)),
@@ -286,6 +319,24 @@ def _often_best(columns: Sequence[Column], cures: Sequence[str]) -> list[tuple[s
     return sorted((one for one in counts if one[1]), key=lambda one: -one[1])
 
 
+def _runs_of_encoders(rows: Sequence[Measurement]) -> set[str]:
+    return {row.run for row in rows if row.factors.get("cure", "").startswith(ENCODER)}
+
+
+def _encoders_table(columns: Sequence[Column]) -> Table | None:
+    """Return the accuracies of encoders of others beside the best cure; None if there are none."""
+    rows = []
+    for column in columns:
+        ranking = column.ranking
+        best = [NONE, NONE] if ranking is None else [ranking.best, accuracy(column.of_cure[ranking.best])]
+        for encoder in column.of_encoder:
+            lead = column.lead_over_best(encoder)
+            name = encoder.removeprefix(ENCODER)
+            ours = accuracy(column.references[encoder])
+            rows.append([column.title, name, ours, *best, NONE if lead is None else points(lead)])
+    return Table("", ["label", "encoder", "%", "best cure", "%", "difference"], rows) if rows else None
+
+
 def _published_table(settings: Sequence[Setting], published: Sequence[Mapping[str, str]]) -> Table | None:
     """Return the published accuracies beside ours; None if no run repeats one."""
     by_name = {setting.name: setting for setting in settings}
@@ -304,9 +355,9 @@ def _published_table(settings: Sequence[Setting], published: Sequence[Mapping[st
     return Table("", ["ours (published), %", *difficulties], lines)
 
 
-def draw_overview(columns: Sequence[Column], cures: Sequence[str]) -> bytes:
+def draw_overview(columns: Sequence[Column], cures: Sequence[str], encoders: Sequence[str] = ()) -> bytes:
     """Return a figure as PNG: the accuracy of each cure on each label, coloured by what is told from chance."""
-    references = ("ceiling", "untrained", "pixels")
+    references = (*encoders, "ceiling", "untrained", "raw pixels")
     num_rows, width, height = len(cures) + len(references) + 1, *_CELL
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(width * len(columns) + 2.2, height * num_rows + 2.1), layout="constrained")
@@ -319,14 +370,14 @@ def draw_overview(columns: Sequence[Column], cures: Sequence[str]) -> bytes:
                     axes.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=color, linewidth=0))
                     axes.text(x, y, percent(found.mean), ha="center", va="center", color=_GREY if is_floor else _INK)
             for y, name in enumerate(references, len(cures)):
-                if (found := getattr(column, name)) is not None:
+                if (found := column.references.get(name)) is not None:
                     axes.text(x, y, percent(found.mean), ha="center", va="center", color=_INK, style="italic")
             axes.text(x, num_rows - 1, percent(column.chance), ha="center", va="center", color=_INK, style="italic")
         num_hard = sum(column.label in column.setting.hard for column in columns)
         axes.axvline(num_hard - 0.5, color=_INK, linewidth=1)
         axes.axhline(len(cures) - 0.5, color=_INK, linewidth=0.6)
         axes.set(xlim=(-0.5, len(columns) - 0.5), ylim=(num_rows - 0.5, -0.5))
-        axes.set_yticks(range(num_rows), [*cures, "ceiling", "untrained", "raw pixels", "chance"])
+        axes.set_yticks(range(num_rows), [*cures, *references, "chance"])
         axes.xaxis.tick_top()
         axes.set_xticks(range(len(columns)), [column.title for column in columns], rotation=40, ha="left")
         axes.tick_params(length=0)
@@ -338,7 +389,7 @@ def draw_overview(columns: Sequence[Column], cures: Sequence[str]) -> bytes:
         return to_png(figure)
 
 
-def draw_difficulties(settings: Sequence[Setting], cures: Sequence[str]) -> bytes:
+def draw_difficulties(settings: Sequence[Setting], cures: Sequence[str], encoders: Sequence[str] = ()) -> bytes:
     """Return a figure as PNG: the accuracy on the hard labels over the difficulty. The first cures have a colour."""
     shown = [(setting, label) for setting in settings if len(setting.difficulties) > 1 for label in setting.hard]
     num_columns = min(3, len(shown))
@@ -348,16 +399,17 @@ def draw_difficulties(settings: Sequence[Setting], cures: Sequence[str]) -> byte
         panels = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
         for axes, (setting, label) in zip(panels, shown, strict=False):
             columns = [column_of(setting, difficulty, label) for difficulty in setting.difficulties]
-            _draw_lines(axes, columns, cures)
+            _draw_lines(axes, columns, cures, encoders)
         for axes in panels[len(shown) :]:
             axes.set_axis_off()
-        handles, names = panels[0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False)
+        drawn = [axes.get_legend_handles_labels() for axes in panels]
+        handles = {name: handle for of_panel in drawn for handle, name in zip(*of_panel, strict=True)}
+        figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, frameon=False)
         figure.supylabel("linear probe, test accuracy in %")
         return to_png(figure)
 
 
-def _draw_lines(axes: Axes, columns: Sequence[Column], cures: Sequence[str]) -> None:
+def _draw_lines(axes: Axes, columns: Sequence[Column], cures: Sequence[str], encoders: Sequence[str]) -> None:
     places = range(len(columns))
     for number, cure in reversed(list(enumerate(cures))):
         found = [
@@ -380,12 +432,14 @@ def _draw_lines(axes: Axes, columns: Sequence[Column], cures: Sequence[str]) -> 
         if is_first:
             half = [100 * min(one.half_width, 1.0) for _, one in found]
             axes.errorbar([at for at, _ in found], mean, half, color=color, fmt="o", markersize=3.5, linewidth=1)
-    for style, name in (("--", "ceiling"), (":", "untrained")):
-        values = [
-            (at, 100 * one.mean) for at, column in zip(places, columns, strict=True) if (one := getattr(column, name))
-        ]
-        if values:
-            axes.plot(*zip(*values, strict=True), style, color=_INK, linewidth=1.2, label=name)
+    styles = {"ceiling": ("--", ""), "untrained": (":", "")}
+    styles |= {name: ("-.", marker) for name, marker in zip(encoders, itertools.cycle("sD^vP*"), strict=False)}
+    for name, (style, marker) in styles.items():
+        found = [(at, one) for at, column in enumerate(columns) if (one := column.references.get(name)) is not None]
+        if found:
+            mean = [100 * one.mean for _, one in found]
+            at = [at for at, _ in found]
+            axes.plot(at, mean, style, marker=marker, markersize=4, color=_INK, linewidth=1.2, label=name)
     axes.set_title(columns[0].setting.title(columns[0].label), fontsize=9)
     axes.set_xticks(list(places), [column.difficulty for column in columns])
     axes.set(xlabel=columns[0].setting.unit or "difficulty", ylim=(0, 102))

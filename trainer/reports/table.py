@@ -154,7 +154,7 @@ def measure(runs: Sequence[Run], scored: Scored | None = None) -> list[Measureme
             "run": str(path),
             "encoder": encoder.name,
             "seed": encoder.seed,
-            "factors": {},
+            "factors": encoder.factors,
             "num_steps": max(1, first.checkpoint_step),
             "dataset": name_of_data(encoder.train_dir),
             "data": " ".join(sha256[:12] for sha256 in first.data),

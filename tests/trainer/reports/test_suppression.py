@@ -6,13 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from data_pipeline.building.suppression_settings import SETTINGS
 from data_pipeline.core.errors import UserError
 from tests.trainer.reports.made_runs import PROVENANCE, make_run, probe_result, report, samples
 from tests.trainer.reports.test_studies import row
 from trainer.probes.linear import ProbeConfig
-from trainer.reports.runs import read_runs
+from trainer.probes.result import ScoredEncoder, pack_right
+from trainer.reports.paired import mean_of
+from trainer.reports.runs import read_runs, read_scored
 from trainer.reports.suppression import column_of, settings_of
 from trainer.reports.table import measure
 from trainer.run_dir import RunDir, write_json
@@ -154,3 +159,68 @@ def test_raw_pixels_are_a_floor_and_hard_labels_are_those_of_the_factor(tmp_path
     assert column.pixels is not None
     assert column.pixels.mean == 0.66
     assert column.of_cure["IFM"].mean == pytest.approx(0.7)
+
+
+def scored_encoder(home: Path, accuracy: float, **more: Any) -> Path:
+    """Write the results of an encoder of others on RandBit with 10 bits, as `trainer.probe --data` does."""
+    factors = SETTINGS["randbit"].factors("10", scale="small", cure="encoder: my.py:net")
+    scored = ScoredEncoder(
+        name="my.py:net", seed=0, train_dir="10/train", test_dir="10/test", origin={}, factors=factors
+    )
+    for label in TITLES:
+        right_N = samples(accuracy, num_test=400, seed=77)
+        result = probe_result(label, 1, [float(right_N.mean())], 400, config=PROBE, title=TITLES[label])
+        bits = {"linear": pack_right(torch.from_numpy(right_N))}
+        facts = {"scored": scored.model_dump(mode="json"), "right_samples": bits}
+        write_json(home / "randbit-10" / f"{label}.json", result | facts | more)
+    return home
+
+
+def test_an_encoder_of_others_stands_beside_the_cures_and_changes_none_of_their_comparisons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, encoder, table = make_study(tmp_path / "runs"), scored_encoder(tmp_path / "net", 0.6), tmp_path / "t.csv"
+    without = report(monkeypatch, tmp_path / "p.md", "--study", "suppression_small", home, "--csv", table)
+    picture = (tmp_path / "p" / "accuracies.png").read_bytes()
+    page = report(monkeypatch, tmp_path / "p.md", "--study", "suppression_small", home, encoder)
+    others = page[page.index("## Encoders of others") :]
+    name, ours, best, of_best, difference = row(others, "RandBit, 10 bits: digit")
+    assert (name, best) == ("my.py:net", "viewmaker")
+    assert ours.startswith("60.0 ± ")
+    assert of_best.startswith("85.0 ± ")
+    assert difference.startswith("−25.0 ± ")
+    assert row(page, "RandBit, 10 bits: digit") == row(without, "RandBit, 10 bits: digit")
+    assert page[: page.index("## Encoders of others")].count("my.py:net") == 0
+    assert (tmp_path / "p" / "accuracies.png").read_bytes() != picture
+    beside_table = report(monkeypatch, tmp_path / "p.md", "--study", "suppression_small", table, encoder)
+    assert row(beside_table[beside_table.index("## Encoders") :], "RandBit, 10 bits: digit")[4] == difference
+    alone = report(monkeypatch, tmp_path / "p.md", "--study", "suppression_small", encoder)
+    assert row(alone, "RandBit: digit")[2:] == ["–", "–", "–"]
+    with pytest.raises(UserError, match="without runs beside it"):
+        report(monkeypatch, tmp_path / "p.md", "--study", "suppression_small", table, home)
+    scored_encoder(tmp_path / "net", 0.6, test_manifest_sha256="c" * 64)
+    other_data = report(monkeypatch, tmp_path / "p.md", "--study", "suppression_small", home, encoder)
+    assert "## Encoders of others" not in other_data
+    assert f"encoders of others: {encoder / 'randbit-10'}." in " ".join(other_data.split())
+
+
+def test_the_interval_of_an_encoder_of_others_holds_its_samples_and_its_lead_the_seeds_of_the_cure(
+    tmp_path: Path,
+) -> None:
+    runs = read_runs(sorted(make_study(tmp_path / "runs").iterdir()))
+    ((setting,), _) = settings_of(measure(runs, read_scored([scored_encoder(tmp_path / "net", 0.85)])))
+    column = column_of(setting, "10", "base")
+    [(name, reading)] = column.of_encoder.items()
+    assert (setting.encoders, name in setting.cures, name in column.readings) == ((name,), False, False)
+    assert column.references[name] == mean_of([reading])
+    lead = column.lead_over_best(name)
+    assert lead is not None
+    assert lead.num_seeds == 3
+    right_SN = np.array([one.right_N for one in column.readings["viewmaker"].values()], dtype=float)
+    difference_SN = np.array(reading.right_N, dtype=float) - right_SN
+    assert lead.mean == pytest.approx(difference_SN.mean())
+    # Those of the crossed analysis of variance: samples, seeds, and once too many the cells.
+    samples_, seeds = difference_SN.mean(0).var(ddof=1) / 400, difference_SN.mean(1).var(ddof=1) / 3
+    rest_SN = difference_SN - difference_SN.mean(0) - difference_SN.mean(1)[:, None] + difference_SN.mean()
+    cells = np.square(rest_SN).sum() / (2 * 399) / 1200
+    assert lead.error**2 == pytest.approx(samples_ + max(0.0, seeds - cells), rel=1e-6)
