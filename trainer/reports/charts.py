@@ -17,7 +17,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
+from scipy.stats import spearmanr
 
+from trainer.observability.figures import to_png
 from trainer.reports.comparison import last_rows
 from trainer.reports.runs import Run
 from trainer.reports.table import FEATURES, Measurement
@@ -156,6 +158,21 @@ def number_of(text: str) -> float | None:
         return float(text)
     except ValueError:
         return None
+
+
+def rank_scatter(panels: Mapping[str, Mapping[str, tuple[float, float]]], *, x_label: str, y_label: str) -> bytes:
+    """Draw named points (x, y) as PNG, one panel for each title, which gets Spearman's correlation and its p."""
+    figure = Figure(figsize=(3.2 * len(panels), 3.2), layout="constrained")
+    for axes, (title, points) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        x, y = zip(*points.values(), strict=True)
+        found = spearmanr(x, y)
+        axes.plot(x, y, "o", color=COLORS[0], markersize=4)
+        for name, place in points.items():
+            axes.annotate(name, place, xytext=(4, 3), textcoords="offset points", fontsize=8)
+        axes.set_title(f"{title}: rank correlation {found.statistic:.2f}, p {found.pvalue:.2g}", fontsize=8)
+        axes.set(xlabel=x_label, ylabel=y_label)
+        axes.margins(0.15)
+    return to_png(figure)
 
 
 def chart(title: str, draw: Callable[[Axes], None], *, x_label: str) -> Chart:

@@ -8,6 +8,7 @@ for runs that are trained as the paper's.
 from __future__ import annotations
 
 import csv
+import json
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from data_pipeline.core.imports import import_object
 from data_pipeline.core.schema import differing_keys
 from trainer.config import RunConfig
 from trainer.probes.features import LabelSpace
+from trainer.reports.charts import rank_scatter
 from trainer.reports.comparison import by_seed, last_rows
 from trainer.reports.config_identity import identity_settings
 from trainer.reports.page import Table, accuracy, points, templates
@@ -28,7 +30,7 @@ from trainer.reports.paired import LEVEL, Reading, difference_of, mean_of
 from trainer.reports.runs import Run
 from trainer.reports.suppression import BENCHMARK, NONE, suppression_page
 from trainer.reports.table import FEATURES, Measurement
-from trainer.run_dir import write_atomically
+from trainer.run_dir import RunDir, write_atomically
 
 SMALL_STUDY, SMALL_RUN = "_small", "-small"
 # Settings that change results by rounding alone, or the order in which shards are read.
@@ -125,6 +127,10 @@ def write_study(
     else:
         chosen = study(name)
         tables = study_tables(chosen, runs, rows)
+        shared["picture"] = None
+        if scatter := concentration_picture(chosen, runs, rows):
+            shared["picture"] = f"{out.stem}/concentration.png"
+            write_atomically(out.parent / shared["picture"], scatter)
         text = templates().get_template("study.md").render({**chosen.about, **shared}, tables=tables)
     write_atomically(out, text)
 
@@ -149,9 +155,8 @@ def study_tables(study: Study, runs: Sequence[Run], rows: Sequence[Measurement])
 
     Raises `UserError` if two different configurations could fill a cell.
     """
-    wanted = {cell["run"] for cell in study.cells}
     named = {run.name: run.config.name for run in runs} | {row.run: row.encoder for row in rows if not runs}
-    rows = [row for row in rows if named.get(row.run) in wanted and row.reads == FEATURES]
+    rows = _of_study(study, rows, named)
     _check_namesakes(rows, named)
     unlike = _unlike(study, runs)
     protocols = Counter(row.protocol for row in rows if not row.readout.startswith("online"))
@@ -162,6 +167,35 @@ def study_tables(study: Study, runs: Sequence[Run], rows: Sequence[Measurement])
         tables.append(Table(protocol, *_cells(study, readings, unlike)))
         tables.append(Table("Differences", *_differences(study, readings)))
     return tables
+
+
+def concentration_picture(study: Study, runs: Sequence[Run], rows: Sequence[Measurement]) -> bytes | None:
+    """Draw the errors of transforms over 1 - sigma, as in Huang et al. (2023).
+
+    None if no run has the analysis `concentration`, or if it has measured less than three of the study's rows.
+    """
+    measured = next((run for run in runs if any(one.name == "concentration" for one in run.pictures)), None)
+    places = {cell["run"]: (cell["group"], cell["column"]) for cell in study.cells}
+    if measured is None or measured.config.name not in places:
+        return None
+    sets = json.loads((RunDir(measured.path).analysis / "concentration.json").read_text(encoding="utf-8"))["sets"]
+    named = {run.name: run.config.name for run in runs}
+    readings = _readings(study, _of_study(study, rows, named), named)
+    panels: dict[str, dict[str, tuple[float, float]]] = {}
+    for cell in study.cells:
+        of_seeds = readings.get((cell["label"], cell["run"]))
+        if of_seeds and places[cell["run"]] == places[measured.config.name]:
+            error = 100 * (1 - mean_of(list(of_seeds.values())).mean)
+            for one in sets.get(cell["row"], ()):
+                panels.setdefault(f"delta {one['delta']:g}", {})[cell["row"]] = (one["outside"], error)
+    if not panels or len(next(iter(panels.values()))) < 3:
+        return None
+    return rank_scatter(panels, x_label="1 - sigma", y_label="error, %")
+
+
+def _of_study(study: Study, rows: Sequence[Measurement], named: Mapping[str, str]) -> list[Measurement]:
+    wanted = {cell["run"] for cell in study.cells}
+    return [row for row in rows if named.get(row.run) in wanted and row.reads == FEATURES]
 
 
 def _check_namesakes(rows: Sequence[Measurement], named: Mapping[str, str]) -> None:

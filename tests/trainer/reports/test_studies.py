@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.axes import Axes
+from PIL import Image
 
 from configs.resolve import resolve_study
 from data_pipeline.core.errors import UserError
 from tests.trainer.reports.made_runs import PROVENANCE, make_run, probe_result, report
 from trainer.config import RunConfig, read_run_config
+from trainer.reports.charts import rank_scatter
 from trainer.reports.studies import read_published, study
 from trainer.run_dir import RunDir, write_json
 
@@ -105,6 +109,52 @@ def test_knn_tables_take_the_best_checkpoint_as_the_paper_does(tmp_path: Path, m
     run.metrics.write_text('{"step": 3, "probe/base/knn": 0.99}\n')  # on some samples
     cell = row(page_of("richness", tmp_path, monkeypatch), "abc |")[2]
     assert cell.startswith("89.0 ± ")
+
+
+def test_errors_are_drawn_over_the_concentration_of_the_same_transforms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for pair, accuracies in {"ab": (0.61, 0.63), "ad": (0.81,), "de": (0.71,)}.items():
+        for seed, accuracy in enumerate(accuracies):
+            path = study_run(
+                tmp_path / "runs",
+                "pairs",
+                f"simclr-huang-cifar10-{pair}-200epochs",
+                seed=seed,
+                trained={"base": [accuracy]},
+            )
+    assert "concentration" not in page_of("pairs", tmp_path, monkeypatch)
+
+    def of_pair(*outside: float) -> list[dict[str, float]]:
+        return [{"delta": 9 + number, "outside": one, "outside_worst": 1.0} for number, one in enumerate(outside)]
+
+    sets = {"ab": of_pair(0.7, 0.5), "ad": of_pair(0.3, 0.6), "de": of_pair(0.6, 0.4), "ac": of_pair(0.7, 0.6)}
+    analysis = RunDir(path).analysis
+    write_json(analysis / "concentration.json", {"sets": sets})
+    (analysis / "concentration.png").write_bytes((analysis / "views.png").read_bytes())
+    drawn: dict[str, dict[str, tuple[float, float]]] = {}
+
+    def draw(panels: Mapping[str, Mapping[str, tuple[float, float]]], **labels: str) -> bytes:
+        for title, points in panels.items():
+            drawn[title] = {name: (x, round(y, 6)) for name, (x, y) in points.items()}
+        return b"a"
+
+    monkeypatch.setattr("trainer.reports.studies.rank_scatter", draw)
+    page = page_of("pairs", tmp_path, monkeypatch)
+    assert "(page/concentration.png)" in page
+    assert (tmp_path / "page/concentration.png").read_bytes() == b"a"
+    assert drawn == {
+        "delta 9": {"ab": (0.7, 39), "ad": (0.3, 20), "de": (0.6, 30)},
+        "delta 10": {"ab": (0.5, 39), "ad": (0.6, 20), "de": (0.4, 30)},
+    }
+
+
+def test_a_panel_names_its_rank_correlation(monkeypatch: pytest.MonkeyPatch) -> None:
+    titles: list[str] = []
+    monkeypatch.setattr(Axes, "set_title", lambda axes, title, **style: titles.append(title))
+    png = rank_scatter({"one": {"a": (0, 1), "b": (1, 3), "c": (2, 2)}}, x_label="x", y_label="y")
+    assert titles == ["one: rank correlation 0.50, p 0.67"]
+    assert Image.open(io.BytesIO(png)).size[0] > 200
 
 
 def test_two_configurations_never_fill_one_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
