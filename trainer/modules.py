@@ -64,7 +64,7 @@ def memory_format(encoder: nn.Module) -> torch.memory_format:
     See https://github.com/uxlfoundation/oneDNN/issues/6035: convolutions of 1x1 with a stride, of fewer channels than a
     block has, which are 8, and 16 with AVX-512.
     """
-    parameter = next(encoder.parameters())
+    parameter = next(encoder.parameters(), torch.empty(0))
     strided = [m for m in encoder.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (1, 1) != m.stride]
     crashes = parameter.device.type == "cpu" and any(convolution.in_channels < 16 for convolution in strided)
     return torch.contiguous_format if crashes or parameter.dtype == torch.float64 else torch.channels_last

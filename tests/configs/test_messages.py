@@ -41,7 +41,7 @@ def sentence(*overrides: str, recipe: str = "debug:image") -> str:
         # A type, a choice and a bound.
         (["num_epochs=many"], 'num_epochs is "many"; it must be a valid integer'),
         (["encoder.head.hidden_sizes=[3, x]"], 'encoder.head.hidden_sizes[1] is "x"; it must be a valid integer'),
-        (["precision=int8"], "precision is \"int8\"; it must be 'float32', 'bfloat16', 'float16' or 'float64'"),
+        (["precision=int8"], "precision is \"int8\"; it must be 'float32', 'bfloat16' or 'float64'"),
         # What only a whole section can be wrong about.
         (["views.area=[0.5, 0.2]"], "views.area is [0.5, 0.2]; it must be two ascending numbers"),
         (["adversary={}"], 'views of kind "expert_image" take no section `adversary`'),

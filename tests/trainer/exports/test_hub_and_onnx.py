@@ -199,7 +199,7 @@ def test_the_commands(run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.Monke
     """A graph takes seconds, and another test makes one."""
     graphs: list[Any] = []
     monkeypatch.setattr(
-        "trainer.exports.encoder.export_onnx", lambda *given, **options: graphs.append((given, options))
+        "trainer.exports.encoder.export_onnx", lambda run, out, **options: graphs.append((run.path, out, options))
     )
     monkeypatch.setattr(sys, "argv", ["export", str(run_dir.path), "--out", str(tmp_path / "e.onnx")])
     with pytest.raises(UserError, match="--image-size"):
@@ -208,7 +208,7 @@ def test_the_commands(run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr(sys, "argv", ["export", str(run_dir.path), *words])
         main()
     expected = features_of(load_encoder(run_dir.path), 3)
-    assert graphs == [((run_dir, tmp_path / "e.onnx"), {"image_size": (32, 48), "step": None})]
+    assert graphs == [(run_dir.path, tmp_path / "e.onnx", {"image_size": (32, 48), "step": None})]
     assert torch.equal(features_of(load_encoder(tmp_path / "hub"), 3), expected)
     assert json.loads((tmp_path / "hub" / "config.json").read_text())["encoder_export"]["step"] == 10
 
