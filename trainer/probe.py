@@ -45,7 +45,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--train", metavar="DIR", help="Fit on this dataset (default: the train set of the run).")
     add("--test", metavar="DIR", help="Test on this dataset (default: the test set of the run).")
     add(
-        "--data", metavar="DIR", help="Score --encoder on every setting of the suppression benchmark in this directory."
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="Score --encoder on the suppression benchmark in DIR.",
     )
     add("--out", type=Path, metavar="DIR", help="The directory of the results of --encoder (default: below scored/).")
     which = parser.add_mutually_exclusive_group()

@@ -13,19 +13,17 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, get_args
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from data_pipeline.building.suppression_settings import ENCODER, NUM_SMALL, SETTINGS, Scale, directory_of
+from data_pipeline.building.suppression_settings import ENCODER, NUM_SMALL, SETTINGS, Scale, Setting
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError, printable
 from data_pipeline.core.imports import PYTHON_SUFFIX, find_in_working_directory, import_file, import_object
-from data_pipeline.storage.locations import MANIFEST_NAME
-from data_pipeline.storage.manifest import Manifest
 from trainer.data import DataConfig, read_agreed_manifests
-from trainer.distributed.collectives import from_first_rank, rank
+from trainer.distributed.collectives import from_first_rank, on_first_rank, rank
 from trainer.pretrained import load_encoder, open_network
 from trainer.probed_runs.probing import check_labels, read_data, scored_on, short_hash, write_results
 from trainer.probed_runs.readout import read_out
@@ -85,69 +83,31 @@ def score(
     cannot encode it.
     """
     data = DataConfig(train_dir=train_dir, test_dir=test_dir)
-    return _score(text, _open_on(text, device), data, lambda _: (WITHOUT_VIEWS, {}), settings, device, out=out)
+    return _score(text, open_encoder(text), data, out, settings=settings, device=device)
 
 
-def score_benchmark(text: str, *, root: str, out: Path | None, settings: Sequence[str], device: torch.device) -> Path:
-    """Probe the encoder that `text` names on every dataset of the suppression benchmark below `root`.
+def score_benchmark(text: str, *, root: Path, out: Path | None, settings: Sequence[str], device: torch.device) -> Path:
+    """Probe the encoder that `text` names on each dataset of the suppression benchmark in `root`/SETTING/DIFFICULTY.
 
-    Each result is as that of `score`, by the probe of the benchmark, in SETTING-DIFFICULTY below `out`, by default
-    scored/NAME, which this returns. A dataset that the encoder cannot encode is named and left out. Every rank calls
-    this. Raises the errors of `score`, and `UserError` if there is no dataset, or none that it can encode.
+    Each result is as that of `score`, but by the probe of the benchmark, and in `out`/SETTING-DIFFICULTY; `out`, which
+    this returns, is by default scored/NAME. A dataset that the encoder cannot encode is named and left out. Every rank
+    calls this. Raises the errors of `score`, and `UserError` if there is no dataset, or none that it can encode.
     """
-    places = from_first_rank(lambda: _datasets_below(root), list[tuple[str, str]])
-    encoder, out, num_scored = _open_on(text, device), out or Path("scored", _name(text)), 0
-    for name, difficulty in places:
-
-        def place(
-            train: Manifest, name: str = name, difficulty: str = difficulty
-        ) -> tuple[ProbeConfig, dict[str, str]]:
-            scale: Scale = "small" if train.num_samples <= NUM_SMALL["train"] else "full"
-            cure = ENCODER + Path(text).name
-            return benchmark_probe(SETTINGS[name], scale), SETTINGS[name].factors(difficulty, scale=scale, cure=cure)
-
-        train_dir, test_dir = (directory_of(root, name, difficulty, split) for split in ("train", "test"))
-        data = DataConfig(train_dir=train_dir, test_dir=test_dir)
+    places = [train.parent for train in sorted(root.glob("*/*/train")) if train.parts[-3] in SETTINGS]
+    encoder, out, num_left_out = open_encoder(text), out or Path("scored", _name(text)), 0
+    for place in places:
+        name, difficulty = place.parts[-2:]
+        data = DataConfig(train_dir=str(place / "train"), test_dir=str(place / "test"))
+        where = (SETTINGS[name], difficulty)
         try:
-            _score(text, encoder, data, place, settings, device, out=out / f"{name}-{difficulty}")
-            num_scored += 1
+            _score(text, encoder, data, out / f"{name}-{difficulty}", where, settings=settings, device=device)
         except CannotEncodeError as error:
+            num_left_out += 1
             if rank() == 0:
                 print(f"left out: {printable(str(error))}", file=sys.stderr, flush=True)
-    if not num_scored:
-        raise UserError(f"{text} can encode none of the {len(places)} datasets in {root}")
+    if num_left_out == len(places):
+        raise UserError(f"{text} can encode none of the {len(places)} datasets of the suppression benchmark in {root}")
     return out
-
-
-def _datasets_below(root: str) -> list[tuple[str, str]]:
-    """Return setting and difficulty of the datasets of the benchmark below a directory."""
-    found = [
-        (name, difficulty)
-        for name, setting in SETTINGS.items()
-        for difficulty in dict.fromkeys(
-            one for scale in get_args(Scale) for one in setting.names_of_difficulties(scale)
-        )
-        if all(
-            Path(directory_of(root, name, difficulty, split), MANIFEST_NAME).is_file() for split in ("train", "test")
-        )
-    ]
-    if not found:
-        raise UserError(
-            f"{root} holds no dataset of the suppression benchmark; build some with `python -m data_pipeline "
-            f"suppression --root DIR --out {root} --small`"
-        )
-    return found
-
-
-def _open_on(text: str, device: torch.device) -> AnyEncoder:
-    encoder = open_encoder(text)
-    return AnyEncoder(encoder.to(device) if isinstance(encoder, nn.Module) else encoder)
-
-
-def _file(text: str) -> Path | None:
-    """Return the file that holds an encoder; None if it is none."""
-    file = Path(text.rpartition(":")[0] if _OBJECT.fullmatch(text) else text)
-    return file if file.is_file() else None
 
 
 def _name(text: str) -> str:
@@ -155,38 +115,44 @@ def _name(text: str) -> str:
     return re.sub(r"[^\w.]+", "-", text if _file(text) is None else Path(text).name).strip("-.")
 
 
+def _file(text: str) -> Path | None:
+    file = Path(text.rpartition(":")[0] if _OBJECT.fullmatch(text) else text)
+    return file if file.is_file() else None
+
+
 def _score(
     text: str,
-    encoder: AnyEncoder,
+    network: AnyNetwork,
     data: DataConfig,
-    place: Callable[[Manifest], tuple[ProbeConfig, dict[str, str]]],
+    out: Path | None,
+    place: tuple[Setting, str] | None = None,
+    *,
     settings: Sequence[str],
     device: torch.device,
-    *,
-    out: Path | None,
 ) -> Path:
-    """Probe an encoder on a dataset, and write and print the results, unless they are there. Every rank calls this.
-
-    `place` returns the probe and the factors for a train set.
-    """
+    """Probe an encoder on data that may have a place in the benchmark, unless it has the results of the same probe."""
     data = data.absolute()
     manifests = read_agreed_manifests(data)
-    own, factors = place(manifests.probed)
-    config = own.override(settings, where="the probe")
+    config, factors = WITHOUT_VIEWS, dict[str, str]()
+    if place is not None:
+        scale: Scale = "small" if manifests.probed.num_samples <= NUM_SMALL["train"] else "full"
+        config = benchmark_probe(place[0], scale)
+        factors = place[0].factors(place[1], scale=scale, cure=ENCODER + Path(text).name)
+    config = config.override(settings, where="the probe")
     check_without_views(config)
     check_labels(data, manifests, config)
     train, test, num_shared = read_data(data, manifests, config)
+    encoder = AnyEncoder(network.to(device) if isinstance(network, nn.Module) else network)
     features, problem = from_first_rank(lambda: _try(encoder, test, device), tuple[str, str])
     if problem:
         raise CannotEncodeError(f"{text} cannot encode the samples of {data.test_dir}: {problem}")
-    found = scored_on(data, text, file=_file(text))
-    scored = found.model_copy(update={"features": features, "factors": factors})
+    record = scored_on(data, text, file=_file(text))
+    scored = record.model_copy(update={"features": features, "factors": factors})
     hashes = (manifests.probed.sha256, manifests.test.sha256)
     out = out or Path("scored", f"{_name(text)}-{short_hash(hashes)}")
     paths = [out / f"{label}.json" for label in readable_labels(manifests.probed, manifests.test, wanted=config.labels)]
     if from_first_rank(lambda: all(_is_there(path, scored, config, hashes) for path in paths), bool):
-        if rank() == 0:
-            print(f"{out}: scored already")
+        on_first_rank(lambda: print(f"{out}: scored already"))
         return out
     facts = {"num_shared": num_shared, "run": text, "scored": scored}
     results, heads = read_out(encoder, _without_views, train, test, config, device, step=1, facts=facts)

@@ -34,6 +34,7 @@ from trainer.reports.table import FEATURES, PIXELS, Measurement
 BENCHMARK = "suppression"  # begins the names of its studies
 CEILING = "ceiling: "  # begins the name of a cure that is none: the encoder trained with the label that follows
 FACTORS = ("setting", "difficulty", "cure")
+BESIDE = ("ceiling", "untrained", "raw pixels")  # beside every cure
 NONE = "–"  # in a cell without a number
 _FEW_LINES = 5  # cures of the second figure that have a colour
 _BEST, _LOWER, _FLOOR = "#9cc9ae", "#e8eef4", "#ffffff"
@@ -97,6 +98,8 @@ class Column:
     readings: the accuracy of each measured cure, by seed; `of_cure` are the means.
     of_untrained: the accuracy of the untrained encoder, by seed.
     of_encoder: the accuracy of each encoder of others.
+    references: the accuracies beside those of cures that are measured, by their names in the figures: of encoders of
+        others, and `BESIDE`.
     """
 
     setting: Setting
@@ -106,9 +109,7 @@ class Column:
     of_cure: Mapping[str, Estimate]
     of_untrained: Mapping[int, Reading]
     of_encoder: Mapping[str, Reading]
-    ceiling: Estimate | None
-    untrained: Estimate | None
-    pixels: Estimate | None
+    references: Mapping[str, Estimate]
     chance: float
 
     @cached_property
@@ -125,13 +126,6 @@ class Column:
     @property
     def title(self) -> str:
         return self.setting.title(self.label, self.difficulty)
-
-    @property
-    def references(self) -> dict[str, Estimate]:
-        """Return the accuracies beside those of the cures, by their names in the figures."""
-        named = {"ceiling": self.ceiling, "untrained": self.untrained, "raw pixels": self.pixels}
-        encoders = {name: mean_of([reading]) for name, reading in self.of_encoder.items()}
-        return encoders | {name: one for name, one in named.items() if one is not None}
 
     def lead_over_best(self, encoder: str) -> Estimate | None:
         """Return the lead of an encoder of others over the best cure, paired over test samples; None without cures.
@@ -159,8 +153,7 @@ def suppression_page(
 
     Raises `UserError` if no row has the factors, or if two configurations fill one place.
     """
-    settings, num_left_out = settings_of(rows)
-    kept = [row for setting in settings for of_cell in setting.rows.values() for row in of_cell]
+    settings, left_out = settings_of(rows)
     columns = [
         column_of(setting, setting.middle, label)
         for kind in ("hard", "easy")
@@ -169,7 +162,6 @@ def suppression_page(
     ]
     columns = [column for column in columns if column.of_cure or column.of_encoder]
     hard = [column for column in columns if column.label in column.setting.hard and column.of_cure]
-    encoders = list(dict.fromkeys(name for setting in settings for name in setting.encoders))
     cures = list(dict.fromkeys(cure for column in columns for cure in column.of_cure))
     order = sorted(cures, key=lambda cure: -_mean_lead(hard, cure))
     found = {
@@ -178,19 +170,18 @@ def suppression_page(
         "best": _best_table(hard),
         "often": _often_best(hard, order),
         "others": _encoders_table(columns),
-        "others_left_out": sorted(_runs_of_encoders(rows) - _runs_of_encoders(kept)),
         "published": _published_table(settings, published),
         "sources": list(dict.fromkeys(line["source"] for line in published)),
-        "num_left_out": num_left_out,
+        "left_out": left_out,
     }
-    figures = {"accuracies": draw_overview(columns, order, encoders)} if columns else {}
+    figures = {"accuracies": draw_overview(columns, order)} if columns else {}
     if any(len(setting.difficulties) > 1 for setting in settings):
-        figures["difficulties"] = draw_difficulties(settings, order, encoders)
+        figures["difficulties"] = draw_difficulties(settings, order)
     return found, figures
 
 
-def settings_of(rows: Sequence[Measurement]) -> tuple[list[Setting], int]:
-    """Return the settings, and the number of runs that have no place or other data or another protocol than most."""
+def settings_of(rows: Sequence[Measurement]) -> tuple[list[Setting], list[str]]:
+    """Return the settings, and the runs that have no place or other data or another protocol than most."""
     placed = [row for row in rows if all(name in row.factors for name in FACTORS) and row.readout == "linear"]
     if not placed:
         raise UserError(
@@ -204,7 +195,7 @@ def settings_of(rows: Sequence[Measurement]) -> tuple[list[Setting], int]:
         by_setting.setdefault(row.factors["setting"], []).append(row)
     settings = [_setting(name, of_setting) for name, of_setting in by_setting.items()]
     kept = {row.run for setting in settings for of_cell in setting.rows.values() for row in of_cell}
-    return settings, len({row.run for row in rows} - kept)
+    return settings, sorted({row.run for row in rows} - kept)
 
 
 def _setting(name: str, rows: Sequence[Measurement]) -> Setting:
@@ -259,7 +250,11 @@ def column_of(setting: Setting, difficulty: str, label: LabelSpace) -> Column:
 
     cures = {cure: of_cure for cure in setting.cures if (of_cure := readings(is_trained=True, cure=cure))}
     untrained = readings(is_trained=False)
-    encoders = {name: readings(is_trained=True, cure=name) for name in setting.encoders}
+    references = {name: readings(is_trained=True, cure=name) for name in setting.encoders} | {
+        "ceiling": readings(is_trained=True, cure=CEILING + label),
+        "untrained": untrained,
+        "raw pixels": readings(reads=PIXELS, is_trained=False),
+    }
     return Column(
         setting=setting,
         difficulty=difficulty,
@@ -267,16 +262,10 @@ def column_of(setting: Setting, difficulty: str, label: LabelSpace) -> Column:
         readings=cures,
         of_cure={cure: mean_of(list(of_cure.values())) for cure, of_cure in cures.items()},
         of_untrained=untrained,
-        of_encoder={name: reading for name, by_seed in encoders.items() for reading in by_seed.values()},
-        ceiling=_mean(readings(is_trained=True, cure=CEILING + label)),
-        untrained=_mean(untrained),
-        pixels=_mean(readings(reads=PIXELS, is_trained=False)),
+        of_encoder={name: one for name in setting.encoders for one in references[name].values()},
+        references={name: mean_of(list(of_name.values())) for name, of_name in references.items() if of_name},
         chance=next((row.chance or 0.0 for row in setting.of(difficulty, label)), 0.0),
     )
-
-
-def _mean(readings: Mapping[int, Reading]) -> Estimate | None:
-    return mean_of(list(readings.values())) if readings else None
 
 
 def _mean_lead(columns: Sequence[Column], cure: str) -> float:
@@ -296,9 +285,7 @@ def _best_table(columns: Sequence[Column]) -> Table:
         assert ranking is not None
         ahead = f"{len(ranking.told)} of {len(ranking.rivals)}"
         lead = f", by {points(ranking.told[0].lead)}" if ranking.told else ""
-        floors = [
-            NONE if one is None else percent(one.mean) for one in (column.ceiling, column.untrained, column.pixels)
-        ]
+        floors = [percent(column.references[name].mean) if name in column.references else NONE for name in BESIDE]
         is_floor = " (not above untrained)" if ranking.best in column.floor else ""
         rows.append(
             [column.title, ranking.best + is_floor, accuracy(column.of_cure[ranking.best]), ahead + lead, *floors]
@@ -317,10 +304,6 @@ def _often_best(columns: Sequence[Column], cures: Sequence[str]) -> list[tuple[s
         for cure in cures
     ]
     return sorted((one for one in counts if one[1]), key=lambda one: -one[1])
-
-
-def _runs_of_encoders(rows: Sequence[Measurement]) -> set[str]:
-    return {row.run for row in rows if row.factors.get("cure", "").startswith(ENCODER)}
 
 
 def _encoders_table(columns: Sequence[Column]) -> Table | None:
@@ -344,8 +327,8 @@ def _published_table(settings: Sequence[Setting], published: Sequence[Mapping[st
     for line in published:
         setting = by_name.get(line["setting"])
         rows = [] if setting is None else setting.of(line["difficulty"], line["label"], line["cure"])
-        mean = _mean(by_seed(row for row in rows if row.step > 0))
-        text = f"{NONE if mean is None else accuracy(mean)} ({float(line['mean']):.1f})"
+        readings = list(by_seed(row for row in rows if row.step > 0).values())
+        text = f"{accuracy(mean_of(readings)) if readings else NONE} ({float(line['mean']):.1f})"
         ours.setdefault((line["setting"], line["cure"]), {})[line["difficulty"]] = text
     measured = {key: cells for key, cells in ours.items() if any(not cell.startswith(NONE) for cell in cells.values())}
     if not measured:
@@ -355,9 +338,10 @@ def _published_table(settings: Sequence[Setting], published: Sequence[Mapping[st
     return Table("", ["ours (published), %", *difficulties], lines)
 
 
-def draw_overview(columns: Sequence[Column], cures: Sequence[str], encoders: Sequence[str] = ()) -> bytes:
+def draw_overview(columns: Sequence[Column], cures: Sequence[str]) -> bytes:
     """Return a figure as PNG: the accuracy of each cure on each label, coloured by what is told from chance."""
-    references = (*encoders, "ceiling", "untrained", "raw pixels")
+    encoders = dict.fromkeys(name for column in columns for name in column.of_encoder)
+    references = (*encoders, *BESIDE)
     num_rows, width, height = len(cures) + len(references) + 1, *_CELL
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(width * len(columns) + 2.2, height * num_rows + 2.1), layout="constrained")
@@ -389,9 +373,12 @@ def draw_overview(columns: Sequence[Column], cures: Sequence[str], encoders: Seq
         return to_png(figure)
 
 
-def draw_difficulties(settings: Sequence[Setting], cures: Sequence[str], encoders: Sequence[str] = ()) -> bytes:
+def draw_difficulties(settings: Sequence[Setting], cures: Sequence[str]) -> bytes:
     """Return a figure as PNG: the accuracy on the hard labels over the difficulty. The first cures have a colour."""
     shown = [(setting, label) for setting in settings if len(setting.difficulties) > 1 for label in setting.hard]
+    encoders = dict.fromkeys(name for setting in settings for name in setting.encoders)
+    styles = {"ceiling": "--", "untrained": ":"}
+    styles |= {name: f"-.{marker}" for name, marker in zip(encoders, itertools.cycle("sD^vP*"), strict=False)}
     num_columns = min(3, len(shown))
     num_rows = -(-len(shown) // num_columns)
     with mpl.rc_context(_STYLE):
@@ -399,7 +386,7 @@ def draw_difficulties(settings: Sequence[Setting], cures: Sequence[str], encoder
         panels = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
         for axes, (setting, label) in zip(panels, shown, strict=False):
             columns = [column_of(setting, difficulty, label) for difficulty in setting.difficulties]
-            _draw_lines(axes, columns, cures, encoders)
+            _draw_lines(axes, columns, cures, styles)
         for axes in panels[len(shown) :]:
             axes.set_axis_off()
         drawn = [axes.get_legend_handles_labels() for axes in panels]
@@ -409,7 +396,7 @@ def draw_difficulties(settings: Sequence[Setting], cures: Sequence[str], encoder
         return to_png(figure)
 
 
-def _draw_lines(axes: Axes, columns: Sequence[Column], cures: Sequence[str], encoders: Sequence[str]) -> None:
+def _draw_lines(axes: Axes, columns: Sequence[Column], cures: Sequence[str], styles: Mapping[str, str]) -> None:
     places = range(len(columns))
     for number, cure in reversed(list(enumerate(cures))):
         found = [
@@ -432,14 +419,12 @@ def _draw_lines(axes: Axes, columns: Sequence[Column], cures: Sequence[str], enc
         if is_first:
             half = [100 * min(one.half_width, 1.0) for _, one in found]
             axes.errorbar([at for at, _ in found], mean, half, color=color, fmt="o", markersize=3.5, linewidth=1)
-    styles = {"ceiling": ("--", ""), "untrained": (":", "")}
-    styles |= {name: ("-.", marker) for name, marker in zip(encoders, itertools.cycle("sD^vP*"), strict=False)}
-    for name, (style, marker) in styles.items():
-        found = [(at, one) for at, column in enumerate(columns) if (one := column.references.get(name)) is not None]
-        if found:
-            mean = [100 * one.mean for _, one in found]
-            at = [at for at, _ in found]
-            axes.plot(at, mean, style, marker=marker, markersize=4, color=_INK, linewidth=1.2, label=name)
+    for name, style in styles.items():
+        values = [
+            (at, 100 * of[name].mean) for at, of in enumerate(column.references for column in columns) if name in of
+        ]
+        if values:
+            axes.plot(*zip(*values, strict=True), style, markersize=4, color=_INK, linewidth=1.2, label=name)
     axes.set_title(columns[0].setting.title(columns[0].label), fontsize=9)
     axes.set_xticks(list(places), [column.difficulty for column in columns])
     axes.set(xlabel=columns[0].setting.unit or "difficulty", ylim=(0, 102))

@@ -90,16 +90,15 @@ def test_the_page_of_the_table_is_that_of_the_runs(tmp_path: Path, monkeypatch: 
 
 
 def test_cures_are_marked_by_what_is_told_from_chance(tmp_path: Path) -> None:
-    ((setting,), num_left_out) = settings_of(measure(read_runs(sorted(make_study(tmp_path).iterdir()))))
-    assert num_left_out == 0
+    ((setting,), left_out) = settings_of(measure(read_runs(sorted(make_study(tmp_path).iterdir()))))
+    assert left_out == []
     assert (setting.difficulties, setting.middle, setting.cures) == (("0", "10"), "10", ("IFM", "SimCLR", "viewmaker"))
     easiest, hardest = (column_of(setting, at, "base") for at in setting.difficulties)
     assert [cure for cure in setting.cures if hardest.is_best(cure)] == ["viewmaker"]
     assert hardest.floor == {"SimCLR", "IFM"}  # 30 and 32 against 31 of the untrained encoder
     assert all(easiest.is_best(cure) for cure in setting.cures)
     assert easiest.floor == set()
-    assert hardest.ceiling is not None
-    assert hardest.ceiling.mean == pytest.approx(0.95)
+    assert hardest.references["ceiling"].mean == pytest.approx(0.95)
     assert hardest.chance == 0.1
 
 
@@ -156,8 +155,7 @@ def test_raw_pixels_are_a_floor_and_hard_labels_are_those_of_the_factor(tmp_path
     ((setting,), _) = settings_of(measure(read_runs([run.path])))
     assert (setting.hard, setting.easy) == (("overlay",), ("base",))
     column = column_of(setting, "10", "overlay")
-    assert column.pixels is not None
-    assert column.pixels.mean == 0.66
+    assert column.references["raw pixels"].mean == 0.66
     assert column.of_cure["IFM"].mean == pytest.approx(0.7)
 
 
@@ -201,7 +199,7 @@ def test_an_encoder_of_others_stands_beside_the_cures_and_changes_none_of_their_
     scored_encoder(tmp_path / "net", 0.6, test_manifest_sha256="c" * 64)
     other_data = report(monkeypatch, tmp_path / "p.md", "--study", "suppression_small", home, encoder)
     assert "## Encoders of others" not in other_data
-    assert f"encoders of others: {encoder / 'randbit-10'}." in " ".join(other_data.split())
+    assert f"another protocol than most. They are {encoder / 'randbit-10'}." in " ".join(other_data.split())
 
 
 def test_the_interval_of_an_encoder_of_others_holds_its_samples_and_its_lead_the_seeds_of_the_cure(
