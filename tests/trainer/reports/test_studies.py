@@ -149,6 +149,29 @@ def test_errors_are_drawn_over_the_concentration_of_the_same_transforms(
     }
 
 
+def test_errors_of_another_method_or_dataset_are_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    letters = ("a", "ab", "abc")
+    accuracies = {f"moco-cifar10-{one}": 0.5 for one in letters} | {
+        "moco-cifar100-a": 0.4,
+        "barlow_twins-cifar10-a": 0.3,
+    }
+    for run, accuracy in accuracies.items():
+        study_run(tmp_path / "runs", "richness", run, trained={"base": [accuracy]})
+    analysis = RunDir(tmp_path / "runs/moco-cifar10-ab-seed0").analysis
+    sets = {one: [{"delta": 9, "outside": 0.5, "outside_worst": 1.0}] for one in letters}
+    write_json(analysis / "concentration.json", {"sets": sets})
+    (analysis / "concentration.png").write_bytes((analysis / "views.png").read_bytes())
+    drawn: list[float] = []
+
+    def draw(panels: Mapping[str, Mapping[str, tuple[float, float]]], **labels: str) -> bytes:
+        drawn.extend(round(y, 6) for points in panels.values() for _, y in points.values())
+        return b"a"
+
+    monkeypatch.setattr("trainer.reports.studies.rank_scatter", draw)
+    page_of("richness", tmp_path, monkeypatch)
+    assert drawn == [51.0, 51.0, 51.0]
+
+
 def test_a_panel_names_its_rank_correlation(monkeypatch: pytest.MonkeyPatch) -> None:
     titles: list[str] = []
     monkeypatch.setattr(Axes, "set_title", lambda axes, title, **style: titles.append(title))
