@@ -68,14 +68,10 @@ def open_encoder(text: str) -> AnyNetwork:
     return encoder  # type: ignore[no-any-return]  # it is checked when it is called
 
 
-class CannotEncodeError(UserError):
-    """An encoder fails on the samples of a dataset, such as pictures of more channels than it takes."""
-
-
 def score(
     text: str, *, train_dir: str, test_dir: str, out: Path | None, settings: Sequence[str], device: torch.device
-) -> Path:
-    """Probe the encoder that `text` names, write and print the results, and return their directory.
+) -> None:
+    """Probe the encoder that `text` names, and write and print the results.
 
     `out` is by default scored/NAME-HASH in the working directory, with the short hash of the data. `settings` change
     the probe, which fits on samples without views. Every rank calls this. Raises the errors of `open_encoder`, and
@@ -83,14 +79,15 @@ def score(
     cannot encode it.
     """
     data = DataConfig(train_dir=train_dir, test_dir=test_dir)
-    return _score(text, open_encoder(text), data, out, settings=settings, device=device)
+    if problem := _score(text, open_encoder(text), data, out, settings=settings, device=device):
+        raise UserError(problem)
 
 
-def score_benchmark(text: str, *, root: Path, out: Path | None, settings: Sequence[str], device: torch.device) -> Path:
+def score_benchmark(text: str, *, root: Path, out: Path | None, settings: Sequence[str], device: torch.device) -> None:
     """Probe the encoder that `text` names on each dataset of the suppression benchmark in `root`/SETTING/DIFFICULTY.
 
-    Each result is as that of `score`, but by the probe of the benchmark, and in `out`/SETTING-DIFFICULTY; `out`, which
-    this returns, is by default scored/NAME. A dataset that the encoder cannot encode is named and left out. Every rank
+    Each result is as that of `score`, but by the probe of the benchmark, and in `out`/SETTING-DIFFICULTY; `out` is
+    by default scored/NAME. A dataset that the encoder cannot encode is named and left out. Every rank
     calls this. Raises the errors of `score`, and `UserError` if there is no dataset, or none that it can encode.
     """
     places = [train.parent for train in sorted(root.glob("*/*/train")) if train.parts[-3] in SETTINGS]
@@ -98,16 +95,13 @@ def score_benchmark(text: str, *, root: Path, out: Path | None, settings: Sequen
     for place in places:
         name, difficulty = place.parts[-2:]
         data = DataConfig(train_dir=str(place / "train"), test_dir=str(place / "test"))
-        where = (SETTINGS[name], difficulty)
-        try:
-            _score(text, encoder, data, out / f"{name}-{difficulty}", where, settings=settings, device=device)
-        except CannotEncodeError as error:
+        where = (out / f"{name}-{difficulty}", (SETTINGS[name], difficulty))
+        if problem := _score(text, encoder, data, *where, settings=settings, device=device):
             num_left_out += 1
             if rank() == 0:
-                print(f"left out: {printable(str(error))}", file=sys.stderr, flush=True)
+                print(f"left out: {printable(problem)}", file=sys.stderr, flush=True)
     if num_left_out == len(places):
         raise UserError(f"{text} can encode none of the {len(places)} datasets of the suppression benchmark in {root}")
-    return out
 
 
 def _name(text: str) -> str:
@@ -129,8 +123,11 @@ def _score(
     *,
     settings: Sequence[str],
     device: torch.device,
-) -> Path:
-    """Probe an encoder on data that may have a place in the benchmark, unless it has the results of the same probe."""
+) -> str:
+    """Probe an encoder on data that may have a place in the benchmark, unless its results are there.
+
+    Returns why it cannot encode them, or "".
+    """
     data = data.absolute()
     manifests = read_agreed_manifests(data)
     config, factors = WITHOUT_VIEWS, dict[str, str]()
@@ -145,7 +142,7 @@ def _score(
     encoder = AnyEncoder(network.to(device) if isinstance(network, nn.Module) else network)
     features, problem = from_first_rank(lambda: _try(encoder, test, device), tuple[str, str])
     if problem:
-        raise CannotEncodeError(f"{text} cannot encode the samples of {data.test_dir}: {problem}")
+        return f"{text} cannot encode the samples of {data.test_dir}: {problem}"
     record = scored_on(data, text, file=_file(text))
     scored = record.model_copy(update={"features": features, "factors": factors})
     hashes = (manifests.probed.sha256, manifests.test.sha256)
@@ -153,11 +150,11 @@ def _score(
     paths = [out / f"{label}.json" for label in readable_labels(manifests.probed, manifests.test, wanted=config.labels)]
     if from_first_rank(lambda: all(_is_there(path, scored, config, hashes) for path in paths), bool):
         on_first_rank(lambda: print(f"{out}: scored already"))
-        return out
+        return ""
     facts = {"num_shared": num_shared, "run": text, "scored": scored}
     results, heads = read_out(encoder, _without_views, train, test, config, device, step=1, facts=facts)
     write_results(out, results, heads)
-    return out
+    return ""
 
 
 def _try(encoder: AnyEncoder, test: Pictures, device: torch.device) -> tuple[str, str]:

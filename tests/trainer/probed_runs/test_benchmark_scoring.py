@@ -114,8 +114,8 @@ def test_what_is_scored_is_scored_again_only_for_another_encoder_or_probe(
         return printed.count("test accuracy")
 
     assert [num_scored(), num_scored()] == [3, 0]
-    assert num_scored("--set", "num_epochs=3") == 3
     Path("scale.txt").write_text("20")  # the file of the encoder is the same, its features are not
     assert [num_scored(), num_scored()] == [3, 0]
     Path("scored/my.py-mean/randbit-5/base.json").unlink()
     assert num_scored() == 1
+    assert num_scored("--set", "num_epochs=3") == 3
