@@ -16,12 +16,12 @@ from typing import Any, Final
 
 from data_pipeline.building.datasets import DATASETS, SPLITS
 from data_pipeline.building.suppression import Files, Part, build_parts, files_of
+from data_pipeline.building.suppression_settings import NUM_SMALL
 from data_pipeline.core.errors import UserError
 
 PICTURES: Final = ("cifar10", "cifar10_shapes", "cifar10_digits", "cifar10_letters")
 PUBLISHED: Final = (*PICTURES, "cifar100", "spoken", "noise", "spoken_noise")
 SMALL: Final = (*PICTURES, "spoken", "noise", "spoken_noise")
-_NUM_SMALL: Final = {"train": 4_000, "test": 2_000}  # at most 1,000 sounds
 
 
 def parts_of_papers(out: Path, *, small: bool, files: Files) -> list[Part]:
@@ -45,7 +45,7 @@ def _arguments(name: str, *, split: str, small: bool, files: Files) -> dict[str,
         "root": files.root if is_picture else files.speech or files.root,
     }
     if small:
-        arguments["limit"] = _NUM_SMALL[split] if is_picture else 1_000
+        arguments["limit"] = NUM_SMALL[split] if is_picture else 1_000
     if dataset.overlay == "noise":
         arguments["overlay_options"] = {"noise_root": str(files.noise or files.root)}
     if dataset.overlay == "digits":

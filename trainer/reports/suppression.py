@@ -229,16 +229,15 @@ def _labels(text: str) -> tuple[LabelSpace, ...]:
 
 
 def _sorted(rows: Sequence[Measurement]) -> tuple[str, ...]:
-    """Return the difficulties from the easiest: numbers in order, words as they come after the factor `easiest`."""
-    texts = list(dict.fromkeys(row.factors["difficulty"] for row in rows))
-    easiest = next((row.factors["easiest"] for row in rows if "easiest" in row.factors), None)
-    numbers = {text: number_of(text) for text in texts}
-    if None in numbers.values():
-        return tuple(sorted(texts, key=lambda text: text != easiest))
-    rising = sorted(texts, key=lambda text: (numbers[text] or 0.0, text))
-    of_easiest = None if easiest is None else number_of(easiest)
-    falls = of_easiest is not None and of_easiest >= (numbers[rising[-1]] or 0.0)
-    return tuple(reversed(rising) if falls else rising)
+    """Return the difficulties, rising, or falling if the factor `easiest` is the last of them or above."""
+
+    def order(text: str) -> tuple[bool, float, str]:
+        number = number_of(text)
+        return number is None, number or 0.0, text
+
+    rising = sorted({row.factors["difficulty"] for row in rows}, key=order)
+    easiest = next((row.factors["easiest"] for row in rows if "easiest" in row.factors), rising[0])
+    return tuple(reversed(rising) if order(easiest) >= order(rising[-1]) else rising)
 
 
 def column_of(setting: Setting, difficulty: str, label: LabelSpace) -> Column:
