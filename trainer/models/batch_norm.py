@@ -303,12 +303,20 @@ def _forward(
     for mean_C, var_C in zip(mean_SC, var_SC, strict=True):
         running_mean_C.lerp_(mean_C, momentum)
         running_var_C.lerp_(var_C * (total / (total - 1)), momentum)
-    outs = [
-        F.batch_norm(x, mean_C, var_C, weight_C, bias_C, eps=eps)
-        for x, mean_C, var_C in zip(groups, mean_SC, var_SC, strict=True)
-    ]
+    out_BCHW = torch.empty_like(x_BCHW)
+    for x, out, mean_C, var_C in zip(groups, out_BCHW.chunk(num_groups), mean_SC, var_SC, strict=True):
+        _normalise(x, mean_C, var_C, weight_C, bias_C, eps=eps, out=out)
     stats_N = torch.cat([torch.stack([mean_SC, var_SC], 1).flatten(), total[None]])
-    return _activated(torch.cat(outs), residual_BCHW, relu), stats_N
+    return _activated(out_BCHW, residual_BCHW, relu), stats_N
+
+
+def _normalise(
+    x: Tensor, mean_C: Tensor, var_C: Tensor, weight_C: Tensor, bias_C: Tensor, *, eps: float, out: Tensor
+) -> None:
+    """Run `F.batch_norm` with the given statistics and write to `out`, which may be a part of a tensor."""
+    # Two outputs for a backward pass, which are not used. They must be separate: the CUDA kernel reads what it wrote.
+    save_mean, save_invstd = mean_C.new_empty(0), mean_C.new_empty(0)
+    torch.native_batch_norm(x, weight_C, bias_C, mean_C, var_C, False, 0.0, eps, out=(out, save_mean, save_invstd))
 
 
 def _backward(
@@ -352,11 +360,13 @@ def _backward(
     scale_SC = weight_C * torch.rsqrt(var_SC + eps)
     through_S2C = all_reduce_sum(own_S2C) * (-scale_SC / stats_N[-1])[:, None]
     per_channel = (-1, *(1,) * (x_BCHW.dim() - 2))
-    grads_x = [
-        F.batch_norm(x, mean_C, var_C, through_2C[0], through_2C[1], eps=eps).addcmul_(grad, scale_C.view(per_channel))
-        for (x, grad, mean_C, var_C), through_2C, scale_C in zip(groups, through_S2C, scale_SC, strict=True)
-    ]
-    return torch.cat(grads_x), grad_BCHW if with_residual else no_residual, own_S2C.sum(0)
+    grad_x_BCHW = torch.empty_like(x_BCHW)
+    for (x, grad, mean_C, var_C), out, (slope_C, level_C), scale_C in zip(
+        groups, grad_x_BCHW.chunk(num_groups), through_S2C, scale_SC, strict=True
+    ):
+        _normalise(x, mean_C, var_C, slope_C, level_C, eps=eps, out=out)
+        out.addcmul_(grad, scale_C.view(per_channel))
+    return grad_x_BCHW, grad_BCHW if with_residual else no_residual, own_S2C.sum(0)
 
 
 # As operators too: torch.compile cannot look into a collective, but its graph can hold an operator.
