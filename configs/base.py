@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from data_pipeline.core.overrides import Path, parse_setting, set_paths
+from data_pipeline.core.validation import KIND
 from trainer.config import RunConfig
 from trainer.data import DataConfig
 from trainer.optim.optimizers import AdamConfig, SGDConfig
@@ -39,3 +42,31 @@ def changed(recipe: RunConfig, **settings: Any) -> RunConfig:
 def named(recipe: RunConfig, ending: str, **settings: Any) -> RunConfig:
     """Return the recipe with other settings and an ending of its name that says so."""
     return changed(recipe, name=f"{recipe.name}-{ending}", **settings)
+
+
+def overridden(runs: Sequence[RunConfig], overrides: Sequence[str], *, where: str) -> list[RunConfig]:
+    """Return the runs of a study, each with those of the overrides, such as "a.b=c", for which it has a setting `a.b`.
+
+    So `views.clamp=false` changes the runs with a viewmaker, and not those with expert views. Raises `UserError` like
+    `RunConfig.override` if no run has the setting, or if a value is wrong.
+    """
+    given = set_paths(overrides)
+    known = [{one for one in overrides if _has(run, one, given)} for run in runs]
+    of_none = set(overrides).difference(*known)
+    return [
+        run.override(
+            [one for one in overrides if one in of_run | of_none], where=f"{where} ({run.name}, seed {run.seed})"
+        )
+        for run, of_run in zip(runs, known, strict=True)
+    ]
+
+
+def _has(run: RunConfig, override: str, given: set[Path]) -> bool:
+    """Return whether a run has the setting of an override, or a section of it gets another kind by the `given` ones."""
+    *outer, last = parse_setting(override).path
+    section: Any = run
+    for depth, name in enumerate(outer, start=1):
+        if (*outer[:depth], KIND) in given:
+            return True
+        section = getattr(section, name, None)
+    return isinstance(section, Mapping) or last in getattr(type(section), "model_fields", ())

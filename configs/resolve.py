@@ -9,7 +9,7 @@ import inspect
 import pkgutil
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from configs.base import NAME_OF_DATA
+from configs.base import NAME_OF_DATA, overridden
 from data_pipeline.core.errors import UserError, nearest, printable
 from data_pipeline.core.imports import (
     PYTHON_SUFFIX,
@@ -27,9 +27,9 @@ from data_pipeline.core.imports import (
     import_object,
 )
 from data_pipeline.core.kinds import GROUP_PREFIX
-from data_pipeline.core.overrides import merge, parse_setting, set_paths
+from data_pipeline.core.overrides import merge, set_paths
 from data_pipeline.core.schema import flatten, given_settings
-from data_pipeline.core.validation import KIND, describe
+from data_pipeline.core.validation import describe
 from data_pipeline.storage.locations import INDEX_NAME, is_tars
 from trainer.config import RunConfig, read_settings
 from trainer.config_rules import check_classes, check_sections
@@ -104,8 +104,7 @@ def _name_of_data(data: DataConfig) -> str:
 def resolve_study(name: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
     """Return the runs of a study such as "studies:table1", with each override such as "a.b=c" where `a.b` exists.
 
-    So `views.clamp=false` changes the runs with a viewmaker and leaves those with expert views as they are. The name of
-    the study is their tag and group, by which W&B finds them.
+    The name of the study is their tag and group, by which W&B finds them.
 
     Raises `UserError` if two runs have the same name and seed; for an unknown name or key, it names the nearest valid
     one.
@@ -114,30 +113,17 @@ def resolve_study(name: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
     if not (members and isinstance(members, Sequence) and all(isinstance(each, RunConfig) for each in members)):
         raise UserError(f"the study {name} must return a list of RunConfigs, at least one")
     study = name.rpartition(":")[2]
-    of_some = {one for one in overrides if any(_has(member, one, overrides) for member in members)}
-    resolved = []
     for member in members:
         check_classes(member)
-        tracking = member.tracking.model_copy(update={"tags": (study,), "group": study})
-        named = member.model_copy(update={"tracking": tracking})
-        where = f"config {name} ({member.name}, seed {member.seed})"
-        own = [one for one in overrides if _has(member, one, overrides) or one not in of_some]
-        resolved.append(_with_absolute_paths(named.override(own, where=where)))
+    members = [
+        member.model_copy(update={"tracking": member.tracking.model_copy(update={"tags": (study,), "group": study})})
+        for member in members
+    ]
+    resolved = [_with_absolute_paths(run) for run in overridden(members, overrides, where=f"config {name}")]
     refuse_namesakes(resolved, where=name)
     for member in resolved:
         check_sections(member, where=f"{name} ({member.name}, seed {member.seed})")
     return resolved
-
-
-def _has(config: RunConfig, override: str, overrides: Sequence[str]) -> bool:
-    """Return whether a config has the setting of an override, or a section of it gets another kind by `overrides`."""
-    given, (*outer, last) = set_paths(overrides), parse_setting(override).path
-    section: Any = config
-    for depth, name in enumerate(outer, start=1):
-        if (*outer[:depth], KIND) in given:
-            return True
-        section = getattr(section, name, None)
-    return isinstance(section, Mapping) or last in getattr(type(section), "model_fields", ())
 
 
 def refuse_namesakes(runs: Sequence[RunConfig], *, where: str) -> None:
