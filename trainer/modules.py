@@ -40,10 +40,12 @@ class TrainedModules:
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> TrainedModules:
         """Move the modules in place, with the memory format of the encoder, and return them."""
-        self.encoder.to(device, dtype)
+        modules = (self.encoder, self.view_policy)
+        for module in modules:
+            module.to(device, dtype)
         form = memory_format(self.encoder)
-        for module in (self.encoder, self.view_policy):
-            module.to(device, dtype).to(memory_format=form)  # type: ignore[call-overload]
+        for module in modules:
+            module.to(memory_format=form)  # type: ignore[call-overload]
         return self
 
     @property

@@ -279,6 +279,7 @@ def _has_results(run_dir: RunDir, config: RunConfig, options: ProbeOptions, mani
     if newest is None:
         return False
     wanted, code = options.changed(config.probe), hashes_of_code(config, data)
+    identity, hashes = run_identity(config, provenance), tuple(each.sha256 for each in data)
     for step in options.checkpoint_steps(steps_in(run_dir.checkpoints) or [newest], newest):
         checkpoint = run_dir.checkpoint(step or 0)
         for space in readable_labels(*data, wanted=wanted.labels):
@@ -288,9 +289,9 @@ def _has_results(run_dir: RunDir, config: RunConfig, options: ProbeOptions, mani
             except UserError:  # there is none, or a damaged one
                 return False
             if (
-                result.is_of_other_run(run_identity(config, provenance))
+                result.is_of_other_run(identity)
                 or result.probe_config != wanted.protocol
-                or result.data != tuple(each.sha256 for each in data)
+                or result.data != hashes
                 or any(result.own_code.get(package, sha256) != sha256 for package, sha256 in code.items())
                 or (checkpoint.exists() and path.stat().st_mtime < checkpoint.stat().st_mtime)
             ):
