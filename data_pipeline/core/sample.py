@@ -71,17 +71,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample that could not be read, with the reason; `shard` is the file name.
-
-    In a mixture, `index` counts the samples of all sources, `first` is the index of the first sample of its source, and
-    `shard` begins with the name of the source.
-    """
+    """A sample that could not be read, with the reason; `shard` is the file name."""
 
     index: int
     shard: str
     reason: str
-    first: int = 0
 
     @property
     def key(self) -> str:
-        return sample_key(self.index - self.first)
+        return sample_key(self.index)
