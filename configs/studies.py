@@ -30,9 +30,10 @@ from configs.base import changed, data, named, overridden
 from configs.suppression import benchmark
 from trainer.config import RunConfig
 from trainer.models.encoder import ResNetConfig, WideResNet34x5Config
-from trainer.objectives import NTXentConfig, PublishedNTXentConfig, SplitLossConfig, SupervisedConfig
+from trainer.objectives import LinearLossConfig, NTXentConfig, PublishedNTXentConfig, SplitLossConfig, SupervisedConfig
 from trainer.probes.linear import ProbeConfig
 from trainer.views.expert_image import NO_VIEWS, huang_views
+from trainer.views.random_mask import RandomMaskConfig
 
 _SEEDS = (0, 1, 2)  # Tamkin et al. used 0 and 2 for pictures, Huang et al. all three
 _SOUND_SEEDS = (0, 1, 1337)  # Tamkin et al. used 1337 for sounds
@@ -191,6 +192,22 @@ def firing() -> list[RunConfig]:
     return _seeded(runs, _SEEDS)
 
 
+def masks() -> list[RunConfig]:
+    """Random masks (Wen and Li 2021) and the linear loss (Huang et al. 2023) on C+Digits; 12 runs.
+
+    The views are expert views, none, or random masks, with the loss of Table 1; and expert views with the linear loss.
+    Neither paper trains an encoder of pictures in this way.
+    """
+    base = simclr.digits()
+    runs = [
+        base,
+        named(base, "none", views=NO_VIEWS),
+        named(base, "mask", views=RandomMaskConfig()),
+        named(base, "linear", objective=LinearLossConfig()),
+    ]
+    return _seeded(runs, _SEEDS)
+
+
 def suppression() -> list[RunConfig]:
     """Feature suppression: every setting, every cure, every difficulty and three seeds, for a cluster."""
     return benchmark(scale="full")
@@ -299,3 +316,4 @@ sharing_small = _small_form(sharing)
 ablations_small = _small_form(ablations, seeds=(0,), only="digits")
 large_batches_small = _small_form(large_batches, seeds=(0,), batch_sizes={1024: 256, 4096: 1024})
 firing_small = _small_form(firing)
+masks_small = _small_form(masks)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import json
+import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,11 +17,12 @@ from data_pipeline.core.errors import UserError, nearest, run_command
 from data_pipeline.core.imports import add_code_argument, import_code
 from data_pipeline.core.overrides import SET_HELP
 from data_pipeline.core.schema import MAX_SEED, Schema
-from trainer.run_dir import open_run, runs_of, say_what_is_left_out
+from trainer.run_dir import open_run, runs_of, say_what_is_left_out, write_atomically
 
 if TYPE_CHECKING:
     from trainer.analyses.analysis import Analysis
 
+TITLE = 34  # pixels above each picture of several runs, for the name of the run
 # The modules of trainer/analyses by name, and the question that each answers.
 ANALYSES: Mapping[str, str] = {
     "views": "What does the view policy do to pictures, and where?",
@@ -50,6 +53,24 @@ def describe_settings(settings: Schema) -> str:
     return "\n".join(f"{name:{name_width}}  {value:{value_width}}  {meaning}" for name, value, meaning in rows)
 
 
+def draw_together(paths: Sequence[Path]) -> bytes:
+    """Return one PNG of the pictures of several runs in rows of equal cells, each below the name of its run."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    pictures = [Image.open(path) for path in paths]
+    num_columns = math.ceil(math.sqrt(len(pictures)))
+    width, height = max(picture.width for picture in pictures), max(picture.height for picture in pictures) + TITLE
+    canvas = Image.new("RGB", (num_columns * width, math.ceil(len(pictures) / num_columns) * height), "white")
+    for number, (path, picture) in enumerate(zip(paths, pictures, strict=True)):
+        left, top = number % num_columns * width, number // num_columns * height
+        canvas.paste(picture.convert("RGB"), (left, top + TITLE))
+        title = path.parent.parent.resolve().name
+        ImageDraw.Draw(canvas).text((left + 8, top + 8), title, fill="black", font=ImageFont.load_default(TITLE - 16))
+    file = io.BytesIO()
+    canvas.save(file, format="png")
+    return file.getvalue()
+
+
 def _parser() -> argparse.ArgumentParser:
     width = max(map(len, ANALYSES))
     listing = "\n".join(f"  {name:{width}}  {question}" for name, question in ANALYSES.items())
@@ -67,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, help="The seed of all random draws (default: the seed of the run).")
     add("--device", help="The device: cpu, cuda, cuda:1, ... (default: cuda if there is a GPU).")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help=SET_HELP)
+    add("--together", type=Path, metavar="FILE", help="Also write one PNG with the pictures of all runs.")
     add_code_argument(parser)
     return parser
 
@@ -91,17 +113,21 @@ def main() -> None:
     runs = [open_run(path) for path in runs_of(arguments.run_dirs)]  # check all before the first is analysed
     import_code(arguments.code)
     groups = [runs] if analysis.compares_runs else [[run_dir] for run_dir in runs]
-    num_failed = 0
+    num_failed, pictures = 0, list[Path]()
     for taken in groups:
         try:
             loaded = [LoadedRun(run_dir, arguments.step, device, arguments.seed) for run_dir in taken]
-            for path in analysis.analyze(loaded, config=settings):
-                print(path, flush=True)
+            paths = analysis.analyze(loaded, config=settings)
+            print(*paths, sep="\n", flush=True)
+            pictures.append(paths[0])
         except UserError as error:
             if len(groups) == 1:
                 raise
             num_failed += 1
             print(f"error: {error}", file=sys.stderr)
+    if arguments.together is not None and pictures:
+        write_atomically(arguments.together, draw_together(pictures))
+        print(arguments.together)
     if num_failed:
         print(f"error: {num_failed} of {len(runs)} runs were not analysed", file=sys.stderr)
         raise SystemExit(1)

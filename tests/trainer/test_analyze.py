@@ -10,24 +10,28 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor, nn
 
 from configs import debug
+from data_pipeline.audio.log_mel import FSDD, power_mel
 from data_pipeline.building.build import build_dataset
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
+from data_pipeline.overlays import evaluation_keys
 from tests.tiny_data import write_tiny_pair
-from tests.trainer.analyses.planted import write_run
+from tests.trainer.analyses.planted import plant, write_run
 from tests.trainer.probed_runs.test_probe_command import make_run
 from tests.trainer.probes.toy import toy_pictures
 from trainer.analyses.analysis import LoadedRun
 from trainer.analyses.views import ANALYSIS, ViewsAnalysisConfig, mean_change
-from trainer.analyze import ANALYSES, load_analysis, main
+from trainer.analyze import ANALYSES, TITLE, load_analysis, main
 from trainer.modules import build_modules
 from trainer.observability.figures import GAP, LEFT, TOP, GridRow, difference_pictures, picture_grid
 from trainer.observability.view_grid import choose_pictures
 from trainer.probes.features import read_pictures
 from trainer.run_dir import RunDir
+from trainer.views.expert_audio import clean_spectrogram
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +179,63 @@ def test_settings_and_seed_reach_the_analysis_of_every_run(
     for path in json_paths:
         result = json.loads(Path(path).read_text())
         assert (result["num_pictures"], result["seed"], result["uses"]) == (9, 5, [0, 1])
+
+
+def test_the_pictures_of_several_runs_are_drawn_together(
+    run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [tmp_path / name for name in ("one", "two", "three")]
+    for number, path in enumerate(paths):
+        path.mkdir()
+        RunDir(path).config.write_text(run_dir.config.read_text().replace('"seed": 0', f'"seed": {number}'))
+    together = tmp_path / "all.png"
+    options = ["--step", "0", "--set", "num_shown=2", "--together", str(together)]
+    monkeypatch.setattr(sys, "argv", ["analyze", "views", *map(str, paths), *options])
+    main()
+    pixels = np.asarray(Image.open(together))
+    cells = [np.asarray(Image.open(RunDir(path).analysis / "views.png").convert("RGB")) for path in paths]
+    height, width = cells[0].shape[:2]
+    assert pixels.shape == (2 * (height + TITLE), 2 * width, 3)
+    for number, cell in enumerate(cells):
+        top, left = number // 2 * (height + TITLE), number % 2 * width
+        np.testing.assert_array_equal(pixels[top + TITLE : top + TITLE + height, left : left + width], cell)
+        assert (pixels[top : top + TITLE, left : left + width] < 128).any()  # a title
+    assert not np.array_equal(cells[0], cells[1])
+
+
+class LowestBands(nn.Module):
+    """A policy that adds 1 to the lowest 20 bands of a spectrogram."""
+
+    def forward(self, waveforms_BT: Tensor, keys: DrawKeys, masks: None) -> Tensor:
+        views_B1MN = clean_spectrogram(waveforms_BT, FSDD)
+        views_B1MN[:, :, :20] += 1
+        return views_B1MN
+
+
+def test_change_of_sounds_is_split_by_the_power_of_speech_and_background(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The background alone is the overlay on silence; what it leaves of a mixture is the speech."""
+    for split in ("train", "test"):
+        build_dataset("spoken_noise", tmp_path / split, split=split, source="procedural", limit=16, overlay="online")
+    run = write_run(tmp_path / "run", tmp_path, recipe=debug.audio)
+    plant(monkeypatch, run=LowestBands())
+    (_, json_path) = ANALYSIS.analyze([LoadedRun(run)], config=ViewsAnalysisConfig(num_shown=2))
+    result = json.loads(json_path.read_text())
+    test = read_pictures(tmp_path / "test")
+    assert test.overlay is not None
+    mixed_NT = test.inputs(torch.arange(16)).inputs_a
+    background_NT = test.overlay(torch.zeros_like(mixed_NT), evaluation_keys(test.samples.index_B, draw=0)).inputs
+    speech, background = power_mel(mixed_NT - background_NT, FSDD), power_mel(background_NT, FSDD)
+    is_speech = (speech > background).float()
+    assert 0.05 < is_speech.mean() < 0.95
+    assert result["change_in_object"] == pytest.approx(float(is_speech[:, :20].sum() / is_speech.sum()), rel=1e-3)
+    assert result["selectivity_object"] == pytest.approx(result["change_in_object"] * 64 / 20, rel=1e-4)
+    band = speech.sum((0, 2)) > background.sum((0, 2))
+    assert result["change_in_box"] == pytest.approx(float(band[:20].sum() / band.sum()), rel=1e-4)
+    assert result["change_by_band"] == pytest.approx([1.0] * 20 + [0.0] * 44, abs=1e-5)
+    expected = background.sum((0, 2)) / background.sum()
+    assert result["background_by_band"] == pytest.approx(expected.tolist(), rel=1e-3, abs=1e-7)
 
 
 @pytest.fixture(scope="module")

@@ -126,13 +126,13 @@ class Pictures:
     @property
     def size(self) -> tuple[int, int]:
         """Return the height and width of the pictures, or of the spectrograms of sounds."""
-        if (mel := self._mel) is not None:
+        if (mel := self.mel) is not None:
             return mel.num_mels, mel.num_frames
         _, height, width = self.manifest.batch_shape
         return height, width
 
     @property
-    def _mel(self) -> MelConfig | None:
+    def mel(self) -> MelConfig | None:
         rate = self.manifest.sample_rate
         return None if rate is None else mel_config(rate, self.manifest.batch_shape[0])
 
@@ -173,7 +173,7 @@ class Pictures:
 
     def seen(self, inputs: Tensor) -> Tensor:
         """Return the input of the encoder without a view, for pictures or waveforms from `inputs`, as (B, C, H, W)."""
-        return inputs if (mel := self._mel) is None else clean_spectrogram(inputs, mel)
+        return inputs if (mel := self.mel) is None else clean_spectrogram(inputs, mel)
 
     def pictures(self, row_B: Tensor) -> Tensor:
         """Return the input of the encoder without a view: uint8 (B, C, H, W), or (B, 1, H, W) float32 of sounds."""
