@@ -3,8 +3,8 @@
 Without a mask the two views are equal. They share their noise, which tells one example from another, so the loss
 becomes small and the features are bad. Two disjoint halves of an example share no noise. So with a mask the neurons
 find the atoms: one or a few each, after their bias has grown. The paper proves that the loss becomes small with a mask,
-too (Theorem 3.4). With few atoms it cannot, because many examples have the same code or none. The features of an arm that has not
-trained are bad too. So tables give the loss with every metric, and a claim on such an arm is not decided.
+too (Theorem 3.4). With few atoms it cannot, because many examples have the same code or none. The features of an arm
+that has not trained are bad too. So tables give the loss with every metric, and a claim on such an arm is not decided.
 
 Legend: S seeds, A arms, X places on a horizontal axis, M neurons, D features.
 """
