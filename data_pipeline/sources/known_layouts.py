@@ -1,8 +1,7 @@
-"""Read the labels of known layouts: tables, files beside the records, and published datasets as they are unpacked.
+"""Read the labels of known layouts: tables, files beside the records, and names of spoken digits.
 
 - A table of labels that the user names.
 - `metadata.csv` or `metadata.jsonl` with names of files relative to its folder, as of the Hub's imagefolder.
-- ESC-50 with `meta/esc50.csv`; Tiny-ImageNet with `val/val_annotations.txt`; Speech Commands with `testing_list.txt`.
 - AudioMNIST and the Free Spoken Digit Dataset: every sound is named `DIGIT_SPEAKER_NUMBER.wav`.
 - A file beside each record: `a.cls`, `a.json` or `a.txt` beside `a.png`, as in WebDataset.
 """
@@ -63,7 +62,6 @@ class Look:
     files: Files
     medium: Medium
     table: Path | None
-    test_fold: int
     names: list[str]
     beside: list[str]
     notes: dict[str, list[str]]
@@ -78,10 +76,6 @@ class Look:
     def text(self, name: str) -> str:
         """Return the text of a file. Raises `UserError` if it cannot be read."""
         return self.files.decoded(name, lambda data: data.decode("utf-8-sig"))
-
-    def table_at(self, name: str) -> Table:
-        """Return the table in a file."""
-        return read_table(str(self.files.root / name), self.files.read(name))
 
 
 def _columns(look: Look) -> Found | None:
@@ -110,21 +104,10 @@ def _metadata(look: Look) -> Found | None:
     tables = {}
     for name in look.take("metadata.jsonl") + look.take("metadata.csv"):  # of both in one folder, the second
         try:
-            tables[name.rpartition("/")[0]] = look.table_at(name)
+            tables[name.rpartition("/")[0]] = read_table(str(look.files.root / name), look.files.read(name))
         except NoFilesError:
             look.beside.append(name)
     return _of_tables(look, "folder with a table of labels", tables)
-
-
-def _esc50(look: Look) -> Found | None:
-    tables = {}
-    for name in look.take("meta/esc50.csv"):
-        table = look.table_at(name)
-        splits = [TEST if fold == str(look.test_fold) else TRAIN for fold in table.labels["fold"]]
-        look.notes[f"took fold {look.test_fold} as the test split"] = []
-        below = name.removesuffix("meta/esc50.csv") + "audio"
-        tables[below] = replace(table, splits=splits, labels={BASE: table.labels["category"]})
-    return _of_tables(look, "ESC-50", tables)
 
 
 def _of_tables(look: Look, kind: str, tables: Mapping[str, Table]) -> Found | None:
@@ -154,37 +137,6 @@ def _of_tables(look: Look, kind: str, tables: Mapping[str, Table]) -> Found | No
         look.notes["left out what the table of labels does not name"] = unnamed
     found = Found(kind, names, words_of, splits if any(splits) else None, classes_are_folders=False)
     return found.choose(sorted(range(len(names)), key=lambda row: names[row].split("/")))
-
-
-def _tiny_imagenet(look: Look) -> Found | None:
-    """Take the validation files as the test split, because the test files have no labels."""
-    if not (taken := look.take("val/val_annotations.txt")):
-        return None
-    top = taken[0].removesuffix("val/val_annotations.txt")
-    cells = [line.split("\t") for line in look.text(taken[0]).splitlines()]
-    class_of = {f"{top}val/images/{file}": word for file, word, *_ in cells}
-    words, splits = [], []
-    for name in look.names:
-        split, _, rest = name.removeprefix(top).partition("/")
-        words.append(class_of.get(name) or rest.partition("/")[0])
-        splits.append(split if split != TEST else "test, without labels")
-    return Found("Tiny-ImageNet", look.names, {BASE: words}, splits)
-
-
-def _speech_commands(look: Look) -> Found | None:
-    """Take what no list names for training, but not the folder of background noise."""
-    if not (taken := look.take("testing_list.txt")):
-        return None
-    top = taken[0].removesuffix("testing_list.txt")
-    split_of = dict.fromkeys(look.text(taken[0]).split(), TEST)
-    for name in look.take("validation_list.txt"):
-        split_of |= dict.fromkeys(look.text(name).split(), "validation")
-    below = [name.removeprefix(top) for name in look.names]
-    words = [name.partition("/")[0] for name in below]
-    splits = [
-        word if word.startswith("_") else split_of.get(name, TRAIN) for name, word in zip(below, words, strict=True)
-    ]
-    return Found("Speech Commands", look.names, {BASE: words}, splits)
 
 
 def _spoken_digits(look: Look) -> Found | None:
@@ -231,9 +183,6 @@ KNOWN_LAYOUTS: Final[tuple[Callable[[Look], Found | None], ...]] = (
     _named_table,
     _columns,
     _metadata,
-    _esc50,
-    _tiny_imagenet,
-    _speech_commands,
     _spoken_digits,
     _files_beside,
 )

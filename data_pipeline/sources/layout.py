@@ -81,18 +81,16 @@ class Layout:
                 logger.info("%s: %s", self.files.root, sentence)
 
 
-def find_layout(
-    files: Files, medium: Medium, *, labels: Path | None = None, class_from: str | None = None, test_fold: int = 5
-) -> Layout:
+def find_layout(files: Files, medium: Medium, *, labels: Path | None = None, class_from: str | None = None) -> Layout:
     """Return what the files of pictures or sounds mean.
 
     `labels` is a table whose files are relative to the root of `files`. `class_from` is the level of the folder that is
     the class, whatever a table says: "path:0" is the first below that of the split, "path:-1" the one that holds the
-    file. `test_fold` is the test split of ESC-50.
+    file.
 
     Raises `UserError` if there are no such files, or if a table is wrong.
     """
-    look = Look(files, medium, labels, test_fold, [], [], {})
+    look = Look(files, medium, labels, [], [], {})
     for name in files.names:
         (look.names if medium_of(name) == medium else look.beside).append(name)
     found = next(filter(None, (rule(look) for rule in KNOWN_LAYOUTS)), None) or Found("folder", look.names)

@@ -42,13 +42,11 @@ class SplitOptions(Schema):
     labels: a table of labels, in place of class folders: csv or .jsonl with a column `file`, and one for each label.
     class_from: the level of the folder that is the class, such as path:0, the first below train and test (the default),
         or path:-1, the one that holds the file.
-    test_fold: of ESC-50, the fold that is the test split.
     """
 
     test_share: float | None = Field(None, gt=0, lt=1, exclude=True)
     labels: Path | None = Field(None, exclude=True)
     class_from: str | None = Field(None, pattern=r"^path:-?\d+$", exclude=True)
-    test_fold: int = Field(5, ge=1, exclude=True)
 
 
 class SplitFiles:
@@ -72,13 +70,8 @@ def open_split(given: SourceInputs, medium: Medium, options: SplitOptions) -> tu
     `draw_split`, and `UserError` if the split is empty, or if nothing says the splits.
     """
     if not given.shared:
-        found = find_layout(
-            open_files(given.required_root()),
-            medium,
-            labels=options.labels,
-            class_from=options.class_from,
-            test_fold=options.test_fold,
-        )
+        files = open_files(given.required_root())
+        found = find_layout(files, medium, labels=options.labels, class_from=options.class_from)
         found.log_notes()
         share = options.test_share
         given.shared["layout"] = found if share is None else draw_split(found, test_share=share, seed=given.seed)

@@ -1,7 +1,7 @@
-"""Forty ways in which people keep pictures and sounds, each written by one small function.
+"""Ways in which people keep pictures and sounds, each written by one small function.
 
-A few small files stand for published datasets and for what programs write: Tiny-ImageNet, ESC-50, Speech Commands,
-AudioMNIST, FSDD, the `datasets` library, GNU tar, pandas.
+A few small files stand for published datasets and for what programs write: AudioMNIST, FSDD, the `datasets` library,
+GNU tar, pandas.
 """
 
 from __future__ import annotations
@@ -160,19 +160,6 @@ def training_and_valid_in_capitals(root: Path) -> None:
 def train_validation_and_test(root: Path) -> None:
     write(root, animals("train/{c}/{i}.jpg") | animals("test/{c}/{i}.jpg", num=2, start=1_000))
     write(root, animals("validation/{c}/{i}.jpg", num=1, start=2_000))
-
-
-@accepted(14, ("n01", "n02"))
-def tiny_imagenet(root: Path) -> None:
-    write(
-        root,
-        {f"train/{c}/images/{c}_{i}.JPEG": encoded(10 * n + i) for n, c in enumerate(("n01", "n02")) for i in range(5)},
-    )
-    write(root, {f"train/{c}/{c}_boxes.txt": f"{c}_0.JPEG\t0\t0\t9\t9\n" for c in ("n01", "n02")})
-    write(root, {f"val/images/val_{i}.JPEG": encoded(100 + i) for i in range(4)})
-    lines = [f"val_{i}.JPEG\tn0{i % 2 + 1}\t0\t0\t9\t9\n" for i in range(4)]
-    write(root, {"val/val_annotations.txt": "".join(lines), "wnids.txt": "n01\nn02\n", "words.txt": "n01\ta\n"})
-    write(root, {f"test/images/test_{i}.JPEG": encoded(200 + i) for i in range(3)})
 
 
 @accepted(10, said=("class_from=path:-1",))
@@ -403,25 +390,6 @@ def flac_ogg_and_mp3(root: Path) -> None:
             for rate in (8_000, 16_000):
                 data = sound(1_000 * n + 10 * i + rate, rate=rate, kind=kind.upper(), coding=coding)
                 write(root, {f"train/{c}/{rate}_{i}.{kind}": data})
-
-
-@accepted(12, ("dog", "rain"))
-def esc_50(root: Path) -> None:
-    rows, names = ["filename,fold,target,category,esc10,src_file,take"], ("dog", "rain")
-    for i in range(12):
-        write(root, {f"audio/{i % 5 + 1}-{100 + i}-A-{i % 2}.wav": sound(i)})
-        rows.append(f"{i % 5 + 1}-{100 + i}-A-{i % 2}.wav,{i % 5 + 1},{i % 2},{names[i % 2]},False,{100 + i},A")
-    write(root, {"meta/esc50.csv": "\n".join(rows) + "\n"})
-
-
-@accepted(10, ("no", "yes"), said=("validation", "_background_noise_"))
-def speech_commands(root: Path) -> None:
-    files = {
-        f"{word}/{i:08x}_nohash_0.wav": sound(100 * n + i) for n, word in enumerate(("no", "yes")) for i in range(6)
-    }
-    write(root, {**files, "_background_noise_/pink_noise.wav": sound(999)})
-    write(root, {"testing_list.txt": "no/00000000_nohash_0.wav\nyes/00000000_nohash_0.wav\n", "LICENSE": "x"})
-    write(root, {"validation_list.txt": "no/00000001_nohash_0.wav\nyes/00000001_nohash_0.wav\n"})
 
 
 @accepted(12, tuple("0123456789")[:3])

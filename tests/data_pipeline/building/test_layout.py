@@ -69,26 +69,6 @@ TABLES: dict[str, tuple[dict[str, str | bytes | None], dict[str, str], list[str]
         {"a/1.png": ":a", "b/2.png": ":b"},
         ["ignored files that are no picture"],
     ),
-    "Tiny-ImageNet": (
-        {
-            "tiny/train/n1/images/1.JPEG": None,
-            "tiny/train/n2/images/2.JPEG": None,
-            "tiny/val/val_annotations.txt": "0.JPEG\tn2\t0\t0\t9\t9\n1.JPEG\tn1\t0\t0\t9\t9\n",
-            "tiny/val/images/0.JPEG": None,
-            "tiny/val/images/1.JPEG": None,
-            "tiny/test/images/7.JPEG": None,
-        },
-        {
-            "tiny/train/n1/images/1.JPEG": "train:n1",
-            "tiny/train/n2/images/2.JPEG": "train:n2",
-            "tiny/val/images/0.JPEG": "test:n2",
-            "tiny/val/images/1.JPEG": "test:n1",
-        },
-        [
-            "there is no test split, so the validation files are it",
-            'left out what is in neither split: 1 in "test, without labels"',
-        ],
-    ),
     "a file of classes beside each": (
         {**FLAT, "1.cls": "3\n", "2.cls": "0", "3.cls": "", "4.txt": "a caption"},
         {"1.png": ":3", "2.png": ":0", "3.png": ":", "4.png": ":"},
@@ -143,19 +123,7 @@ def test_folders_that_the_user_names_are_the_classes_beside_the_labels_of_a_tabl
     assert not found.has_class_folders  # groups of labels are split, so one may have no record in a split
 
 
-def test_published_sounds_have_their_splits(tmp_path: Path) -> None:
-    csv = "filename,fold,target,category\n1-1-A-0.wav,1,0,dog\n5-9-A-9.wav,5,9,cat\n"
-    esc50 = {"ESC-50/meta/esc50.csv": csv, "ESC-50/audio/1-1-A-0.wav": None, "ESC-50/audio/5-9-A-9.wav": None}
-    found = find_layout(write(tmp_path / "esc50", esc50), "sound")
-    assert meaning(found) == {"ESC-50/audio/1-1-A-0.wav": "train:dog", "ESC-50/audio/5-9-A-9.wav": "test:cat"}
-    assert list(found.notes) == ["took fold 5 as the test split"]
-    found = find_layout(open_files(tmp_path / "esc50"), "sound", test_fold=1)
-    assert list(meaning(found).values()) == ["test:dog", "train:cat"]
-    names = ["bed/a.wav", "bed/b.wav", "cat/a.wav", "cat/c.wav", "_background_noise_/x.wav"]
-    lists = {"testing_list.txt": "cat/a.wav\n", "validation_list.txt": "bed/b.wav\n"}
-    found = find_layout(write(tmp_path / "words", {**dict.fromkeys(names), **lists}), "sound")
-    assert meaning(found) == {"bed/a.wav": "train:bed", "cat/a.wav": "test:cat", "cat/c.wav": "train:cat"}
-    assert list(found.notes) == ['left out what is in neither split: 1 in "_background_noise_", 1 in "validation"']
+def test_spoken_digits_have_their_published_split(tmp_path: Path) -> None:
     for names in (["data/04/3_04_1.wav", "data/05/7_05_9.wav"], ["2_theo_0.wav", "2_yweweler_10.wav"]):
         found = find_layout(write(tmp_path / f"root {len(names[0])}", dict.fromkeys(names)), "sound")
         digits = [name.rpartition("/")[2][0] for name in names]
