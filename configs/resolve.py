@@ -90,12 +90,13 @@ def _settings(name: str) -> dict[str, Any]:
 
 
 def _name_of_data(data: DataConfig) -> str:
-    """Return a name for the train set of a run: its last folder but `train`.
+    """Return a name for the train set of a run: its last folder but `train`, or the names of the parts of a mixture.
 
     Tars, lists of tars and indexes have the name of their folder.
     """
+    location = data.train_dir or "+".join(data.train_locations)
     no_name = {"", "train", "..", INDEX_NAME}
-    folders = [part for part in data.train_dir.split("/") if part not in no_name and not is_tars(part)]
+    folders = [part for part in location.split("/") if part not in no_name and not is_tars(part)]
     letters = re.sub(r"[^A-Za-z0-9._+=-]+", "-", folders[-1]).strip("-.") if folders else ""
     return letters[:_MAX_DATA_CHARACTERS] or "data"
 

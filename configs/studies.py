@@ -276,7 +276,7 @@ def _small_run(run: RunConfig, num_epochs: int, batch_size: int) -> RunConfig:
     if views.is_learned:
         views = views.model_copy(update={"base_width": 8, "num_res_blocks": 1})
     narrow = tuple(min(size, 256) for size in encoder.head.hidden_sizes)
-    dataset = run.data.train_dir.split("/")[-2]
+    dataset = run.data.probed_dir.split("/")[-2]
     return named(
         run,
         "small",

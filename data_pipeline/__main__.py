@@ -185,7 +185,11 @@ def _preview(parser: argparse.ArgumentParser) -> None:
 def _trace(parser: argparse.ArgumentParser) -> None:
     """Print the samples that training would see, batch by batch."""
     add = parser.add_argument
-    add("location", metavar="DIR", help=_LOCATION_HELP)
+    several = " Several are the sources of a mixture, in the order of their names."
+    add("locations", metavar="DIR", nargs="+", help=_LOCATION_HELP + several)
+    add(
+        "--weights", type=float, nargs="+", metavar="W", help="The weights of a mixture, one for each DIR (default: 1)."
+    )
     add("--ranks", type=positive, default=1, metavar="N", help="The number of training processes (default: 1).")
     add("--workers", type=whole, default=0, metavar="M", help="The number of data workers of a rank (default: 0).")
     add("--batch-size", type=positive, required=True, metavar="B", help="The samples of a step on all ranks.")

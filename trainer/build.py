@@ -65,7 +65,7 @@ def build_training(
     Args:
         config: with no setting of the encoder left open; see `trainer.open_settings`.
         num_samples: the size of the train set.
-        num_classes: the number of classes of each of its labels; see `Manifest.num_classes`.
+        num_classes: the number of classes of each of its labels; see `trainer.mixture.num_classes`.
         device: where training happens.
         is_new: whether the encoder begins with the weights that the config names; False if a checkpoint follows.
     """

@@ -9,7 +9,6 @@ from collections.abc import Collection
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.imports import without_garbage_collection
-from data_pipeline.loading.order import num_steps_per_epoch
 from trainer.checkpoint.restore import Restored, newest_state
 from trainer.checkpoint.run_state import NAME_DIGITS, DataIdentity
 from trainer.config import RunConfig, read_run_config
@@ -47,7 +46,7 @@ def claim(run_dir: RunDir, config: RunConfig, manifests: Manifests, *, accepted_
                 raise UserError(
                     f"{edited}; put the values back that {run_dir.provenance} shows, or pass another directory"
                 )
-            check_same_code(run_dir, config, (manifests.train, manifests.test), step=found.step, accepted=accepted_data)
+            check_same_code(run_dir, config, manifests.datasets, step=found.step, accepted=accepted_data)
         if not run_dir.config.is_file() or read_run_config(run_dir) != config:
             write_json(run_dir.config, config.model_dump(mode="json"))
         run_dir.ended.unlink(missing_ok=True)
@@ -75,10 +74,10 @@ def _check_same_data(
             f"or go on with the new data by --accept-data {now.name}"
         )
     num_samples = manifests.train.num_samples
-    num_steps = config.num_epochs * num_steps_per_epoch(num_samples, config.global_batch_size)
+    num_steps = config.num_epochs * config.data.num_steps_per_epoch(num_samples, config.global_batch_size)
     if found.step > num_steps:
         raise UserError(
-            f"{run_dir.path} is at step {found.step}, but with the {num_samples} samples of {config.data.train_dir} "
+            f"{run_dir.path} is at step {found.step}, but with the {num_samples} samples of {config.data.train_name} "
             f"its {config.num_epochs} epochs end at step {num_steps}; put the old dataset back, or pass another "
             "directory"
         )
@@ -86,6 +85,14 @@ def _check_same_data(
 
 def _first_change(before: DataIdentity, now: DataIdentity, data: DataConfig) -> tuple[str, str, str]:
     """Return the location of a dataset that has changed, and the hashes of its manifest now and before."""
+    for name, sha256 in now.train_sources.items():
+        if before.train_sources.get(name, sha256) != sha256:
+            return (
+                f"{data.train_locations[name]}, the source {name} of the mixture,",
+                sha256,
+                before.train_sources[name],
+            )
     if now.train_manifest_sha256 != before.train_manifest_sha256:
-        return data.train_dir, now.train_manifest_sha256, before.train_manifest_sha256
+        where = " and ".join(data.train_locations.values())
+        return where, now.train_manifest_sha256, before.train_manifest_sha256
     return data.test_dir, now.test_manifest_sha256, before.test_manifest_sha256

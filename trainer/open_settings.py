@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.storage.manifest import Manifest
 from trainer.config import RunConfig
+from trainer.mixture import TrainManifest
 from trainer.models.encoder import Normalization
 from trainer.run_dir import RunDir
 
@@ -19,8 +19,8 @@ RECORDED_INPUT_SIZE: Final = "encoder_input_size"
 _RECORDED_SOUNDS: Final = "sounds"
 
 
-def normalization_of(manifest: Manifest) -> Normalization | None:
-    """Return the mean and std of the pictures of a dataset; None for sounds.
+def normalization_of(manifest: TrainManifest) -> Normalization | None:
+    """Return the mean and std of the pictures of a dataset or of a mixture; None for sounds.
 
     A channel with the same value everywhere gets a std of 1.
     """
@@ -38,7 +38,7 @@ def input_size(config: RunConfig, batch_shape: tuple[int, ...]) -> tuple[int, in
     return height, width
 
 
-def decide(config: RunConfig, train: Manifest) -> RunConfig:
+def decide(config: RunConfig, train: TrainManifest) -> RunConfig:
     """Return the config with no setting of its encoder or its sounds left open: the train set decides them.
 
     `encoder.mean` and `encoder.std` become those of its pictures, if they are null. A kind such as resnet18_by_size
@@ -52,7 +52,7 @@ def decide(config: RunConfig, train: Manifest) -> RunConfig:
     return config.model_copy(update={"encoder": encoder})
 
 
-def decisions_to_record(config: RunConfig, train: Manifest) -> dict[str, Any]:
+def decisions_to_record(config: RunConfig, train: TrainManifest) -> dict[str, Any]:
     """Return the entries of provenance.json for `decide_as_recorded`, and the input size, which an export names."""
     decided = decide(config, train)
     sounds = {"sample_rate": decided.data.sample_rate, "num_points": decided.data.num_points}

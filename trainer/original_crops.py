@@ -11,18 +11,18 @@ overlay are cut out of the squares.
 from __future__ import annotations
 
 from data_pipeline.core.random_crop import CropLaw
-from data_pipeline.storage.manifest import Manifest
 from trainer.config import RunConfig
+from trainer.mixture import TrainManifest
 
 
-def original_crops(config: RunConfig, train: Manifest) -> CropLaw | None:
+def original_crops(config: RunConfig, train: TrainManifest) -> CropLaw | None:
     """Return how crops are drawn when pictures are decoded; None if pictures are decoded whole."""
     if train.is_online or not train.any_size or config.data.crop_from == "decoded":
         return None
     return config.views.crop_law()
 
 
-def leave_out_crops(config: RunConfig, train: Manifest) -> RunConfig:
+def leave_out_crops(config: RunConfig, train: TrainManifest) -> RunConfig:
     """Return the config with views that are not cropped, if their pictures come as crops."""
     if original_crops(config, train) is None:
         return config

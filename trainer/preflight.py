@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from math import gcd
 
 import torch
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.loading.mixture import check_mixture, check_same_inputs
 from data_pipeline.loading.order import check_batch_size, check_ranks
 from data_pipeline.storage.manifest import Manifest
 from trainer.config import RunConfig
 from trainer.config_rules import check_classes, check_sections
 from trainer.data import Manifests, read_manifests
 from trainer.distributed.collectives import world_size
+from trainer.mixture import TrainManifest, datasets_of, num_classes, weights_of
 from trainer.models.batch_norm import check_splits
 from trainer.models.encoder import InputSizeError, build_encoder, check_input_size
 from trainer.open_settings import decide, input_size, normalization_of
@@ -66,14 +69,10 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
     check_classes(config)
     check_sections(config, where=f"the config {config.name}")
     config = config.model_copy(update={"data": config.data.with_sounds_of(manifests.train)})
-    train, test = manifests.train, manifests.test
-    train_dir, test_dir = config.data.train_dir, config.data.test_dir
-    for entry, what in (("medium", "medium"), ("batch_shape", "input shape"), ("sample_rate", "sample rate")):
-        here, there = getattr(test, entry), getattr(train, entry)
-        if here != there:
-            raise UserError(
-                f"{train_dir} and {test_dir} differ in {what} ({there} and {here}); build or index both for the same"
-            )
+    train, test = manifests.probed, manifests.test
+    train_dir, test_dir = config.data.probed_dir, config.data.test_dir
+    sources = dict(zip(config.data.train_locations.values(), datasets_of(manifests.train), strict=True))
+    check_same_inputs({train_dir: train, **sources, test_dir: test})
     check_same_classes(train, test)
     if config.probe.labels is not None or config.probe.groups is not None:
         pairs_of(readable_labels(train, test), config.probe.groups)
@@ -89,45 +88,46 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
     _warn_of_splits(config, manifests)
     height, width = _check_medium(config, train)
     check_input_shape(config, height=height, width=width, where=train_dir)
-    check_batch(config, train, num_ranks=world_size())
+    check_batch(config, manifests.train, num_ranks=world_size())
     check_batch_norm(config, height=height, width=width, num_ranks=world_size())
-    _check_overlay(config, train)
-    config.objective.check_labels(train.num_classes)
-    _, said = check_shared(config.data, train=train, test=test, allowed=config.probe.allow_shared)
+    _check_overlays(config, sources)
+    config.objective.check_labels(num_classes(manifests.train))
+    _, said = check_shared(config.data, train=manifests.train, test=test, allowed=config.probe.allow_shared)
     if said is not None:
         logger.warning("%s", said)
 
 
 def _warn_of_splits(config: RunConfig, manifests: Manifests) -> None:
     """Warn if a train set was built as the test split, or a test set as the train split. Tars have no split."""
-    train, test = (config.data.train_dir, manifests.train, "test"), (config.data.test_dir, manifests.test, "train")
+    train, test = (config.data.probed_dir, manifests.probed, "test"), (config.data.test_dir, manifests.test, "train")
     for location, manifest, other in (train, test):
         if manifest.tars.numbered and manifest.how_made.split == other:
             logger.warning("%s was built with --split %s; are train and test set exchanged?", location, other)
 
 
-def _check_overlay(config: RunConfig, train: Manifest) -> None:
-    """Raise `UserError` if the overlay of the train set does not fit the config."""
-    where, overlay = config.data.train_dir, train.overlay
-    if config.views.protects is not None and overlay is None:
+def _check_overlays(config: RunConfig, sources: Mapping[str, Manifest]) -> None:
+    """Raise `UserError` if the overlays of the train set, or of the sources of a mixture, do not fit the config."""
+    where, has_overlay = config.data.train_name, any(manifest.overlay is not None for manifest in sources.values())
+    if config.views.protects is not None and not has_overlay:
         raise UserError(
             f"{config.views.protects} protects the overlay of a picture, but the pictures of {where} have "
             "none; set views.mask=none, or build a dataset with an overlay"
         )
     asked = "baked" if config.data.overlay == "baked" else "online"
-    if overlay is not None and overlay.drawn != asked:
-        raise UserError(
-            f"the overlay of {where} is {overlay.drawn}, but data.overlay is {config.data.overlay}; "
-            f"build it with `--overlay {asked}`, or set data.overlay={overlay.drawn}"
-        )
-    if config.data.overlay == "online_per_view" and overlay is None:
+    for location, manifest in sources.items():
+        if manifest.overlay is not None and manifest.overlay.drawn != asked:
+            raise UserError(
+                f"the overlay of {location} is {manifest.overlay.drawn}, but data.overlay is {config.data.overlay}; "
+                f"build it with `--overlay {asked}`, or set data.overlay={manifest.overlay.drawn}"
+            )
+    if config.data.overlay == "online_per_view" and not has_overlay:
         raise UserError(
             f"the samples of {where} have no overlay, but data.overlay=online_per_view draws one for each view; "
             "set data.overlay=online, or build a dataset with an overlay"
         )
 
 
-def check_batch(config: RunConfig, train: Manifest | None, *, num_ranks: int) -> None:
+def check_batch(config: RunConfig, train: TrainManifest | None, *, num_ranks: int) -> None:
     """Raise `UserError` if ranks, micro batches or the groups of split batch norm do not divide the global batch.
 
     `train` is None if the train set is not known; then only its size is not checked.
@@ -135,8 +135,12 @@ def check_batch(config: RunConfig, train: Manifest | None, *, num_ranks: int) ->
     size, num_parts = config.global_batch_size, config.memory.micro_batches
     if train is None:
         check_ranks(size, world_size=num_ranks)
-    else:
+    elif config.data.mixture is None:
         check_batch_size(train.num_samples, global_batch_size=size, world_size=num_ranks)
+    else:
+        num_samples = [manifest.num_samples for manifest in datasets_of(train)]
+        weights, names = weights_of(config.data.mixture), list(config.data.mixture)
+        check_mixture(num_samples, weights, names=names, global_batch_size=size, world_size=num_ranks)
     rank_batch_size = size // num_ranks
     if rank_batch_size % num_parts:
         raise UserError(
@@ -196,7 +200,7 @@ def check_batch_norm(config: RunConfig, *, height: int, width: int, num_ranks: i
 
 def _check_medium(config: RunConfig, train: Manifest) -> tuple[int, int]:
     """Return the height and width of the encoder's input. Raises `UserError` if the samples do not fit the config."""
-    where, mel, rate = config.data.train_dir, config.data.mel, config.data.sample_rate
+    where, mel, rate = config.data.probed_dir, config.data.mel, config.data.sample_rate
     if train.sample_rate != rate:
         kind = "pictures" if train.sample_rate is None else f"sounds of {train.sample_rate} points a second"
         raise UserError(

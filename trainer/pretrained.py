@@ -113,16 +113,18 @@ def load_modules(run_dir: RunDir, *, step: int | None = None) -> TrainedModules:
 def warn_of_other_data(modules: TrainedModules, which: Literal["train", "test"], manifest: Manifest) -> None:
     """Print a warning if a dataset is not the one on which the modules were trained, if that is known.
 
-    `manifest` was read at the location in the config.
+    `manifest` was read at the location in the config; for the train set of a mixture, at that of the probed source.
     """
     trained_on, data, sha256 = modules.trained_on, modules.config.data, manifest.sha256
     if trained_on is None:
         return
     if which == "train":
-        location, before = data.train_dir, trained_on.train_manifest_sha256
+        location, before = data.probed_dir, trained_on.train_manifest_sha256
+        known = {before, *trained_on.train_sources.values()}
     else:
         location, before = data.test_dir, trained_on.test_manifest_sha256
-    if sha256 != before:
+        known = {before}
+    if sha256 not in known:
         print(
             f"warning: {location} holds another dataset (manifest {sha256[:NAME_DIGITS]}) than the one with which the "
             f"run was trained (manifest {before[:NAME_DIGITS]}); the numbers belong to the present dataset",

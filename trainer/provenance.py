@@ -25,7 +25,6 @@ from data_pipeline.core.arguments import SCRIPT_PREFIX
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.kinds import OF_THIS_PROJECT
 from data_pipeline.core.system import PROC, num_cores, variable
-from data_pipeline.loading.order import num_steps_per_epoch
 from trainer.checkpoint.restore import Restored
 from trainer.config import RunConfig
 from trainer.data import Manifests
@@ -107,7 +106,7 @@ def write_provenance(
         "slurm_job_id": variable("SLURM_JOB_ID"),
         "slurm_restart_count": int(variable("SLURM_RESTART_COUNT") or 0) if variable("SLURM_JOB_ID") else None,
         **manifests.identity.model_dump(),
-        **({RECORDED_CODE: own} if (own := hashes_of_code(config, (manifests.train, manifests.test))) else {}),
+        **({RECORDED_CODE: own} if (own := hashes_of_code(config, manifests.datasets)) else {}),
     }
     if code.git_diff:
         run_dir.path.joinpath("uncommitted.diff").write_text(code.git_diff, encoding="utf-8")
@@ -116,13 +115,13 @@ def write_provenance(
         "seed": config.seed,
         **_facts_of_machine(),
     }
-    steps_per_epoch = num_steps_per_epoch(manifests.train.num_samples, config.global_batch_size)
+    steps_per_epoch = config.data.num_steps_per_epoch(manifests.train.num_samples, config.global_batch_size)
     now = manifests.identity.model_dump() | {
         "run_id": earlier.get("run_id") or uuid.uuid4().hex,
         RECORDED_CONFIG: config.model_dump(mode="json"),
         RECORDED_NUM_SAMPLES: manifests.train.num_samples,
         RECORDED_NUM_TEST_SAMPLES: manifests.test.num_samples,
-        RECORDED_LABELS: [name for name in manifests.train.labels if name in manifests.test.labels],
+        RECORDED_LABELS: [name for name in manifests.probed.labels if name in manifests.test.labels],
         "num_steps": config.num_epochs * steps_per_epoch,
         "starts": [*earlier.get("starts", []), start],
     }
@@ -170,19 +169,26 @@ def facts_of_starts(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [{**provenance, **start} for start in provenance.get("starts", ())] or [provenance]
 
 
-def train_sets(provenance: Mapping[str, Any]) -> tuple[str, ...]:
+def train_sets(config: RunConfig, provenance: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the hashes of the train sets on which a run took its steps, oldest first; empty if none is recorded.
 
-    A start counts if a later one did not take up an earlier step.
+    Of a mixture, those of the source that probes read. A start counts if a later one did not take up an earlier step.
     """
-    newest_first = [provenance.get("train_manifest_sha256")]
+    newest_first = [_train_set(config, provenance)]
     end_step = math.inf  # from which later starts took the steps
     for start in reversed(provenance.get("starts", ())):
         if start["start_step"] < end_step:
-            newest_first.append(start.get("train_manifest_sha256"))
+            newest_first.append(_train_set(config, start))
             end_step = start["start_step"]
     known = [recorded for recorded in reversed(newest_first) if recorded is not None]
     return tuple(recorded for recorded, _ in groupby(known))
+
+
+def _train_set(config: RunConfig, facts: Mapping[str, Any]) -> str | None:
+    sha256: str | None = facts.get("train_manifest_sha256")
+    if config.data.mixture is not None:
+        sha256 = facts.get("train_sources", {}).get(config.data.probed_name)
+    return sha256
 
 
 def add_to_provenance(run_dir: RunDir, **facts: Any) -> None:

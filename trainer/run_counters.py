@@ -68,7 +68,7 @@ class RunCounters:
             run_dir,
             num_samples=manifests.train.num_samples,
             max_share=config.data.max_bad_share,
-            where=config.data.train_dir,
+            where=config.data.train_name,
             before=() if restored.has_other_train_set(self._data) else before.bad_samples,
         )
         self._seconds_before, self._started = before.wall_seconds, time.perf_counter()

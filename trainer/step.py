@@ -344,7 +344,9 @@ class TrainingStep:
             first_view = spec.first_view
             keys = batch.draw_keys(seed=self._config.seed, view=first_view)
             if spec.moment is not None:
-                keys = dataclasses.replace(keys, step=spec.moment.step, recorded_epoch=spec.moment.epoch)
+                keys = dataclasses.replace(keys, step=spec.moment.step)
+                if batch.draw_index_B is None:  # otherwise the indices count the epochs
+                    keys = dataclasses.replace(keys, recorded_epoch=spec.moment.epoch)
             masks = None
             if batch.masks_BHW is not None and batch.masks_b_BHW is not None:
                 masks = torch.cat([batch.masks_BHW, batch.masks_b_BHW])

@@ -20,7 +20,6 @@ import torch
 from data_pipeline.core.batch import Batch
 from data_pipeline.core.imports import without_garbage_collection
 from data_pipeline.core.progress import Progress
-from data_pipeline.loading.order import num_steps_per_epoch
 from data_pipeline.loading.stream import Stream
 from trainer.build import Training, build_training
 from trainer.checkpoint.restore import newest_state, restore
@@ -33,6 +32,7 @@ from trainer.fault_tolerance.preemption import StoppedError, StopRequests
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.first_step import check_first_step
 from trainer.liveness import follow, stage
+from trainer.mixture import num_classes
 from trainer.models.batch_norm import share_running_statistics
 from trainer.open_settings import decide
 from trainer.original_crops import leave_out_crops, original_crops
@@ -188,11 +188,11 @@ def open_loop(
 ) -> TrainingLoop | None:
     """Build a training, restore it from the newest checkpoint, and return its loop; None if no step is left."""
     train_set = manifests.train
-    num_steps = config.num_epochs * num_steps_per_epoch(train_set.num_samples, config.global_batch_size)
+    num_steps = config.num_epochs * config.data.num_steps_per_epoch(train_set.num_samples, config.global_batch_size)
     decided = leave_out_crops(decide(config, train_set), train_set)
     is_new = config.encoder.weights is None or from_first_rank(lambda: newest_state(run_dir).step == 0, bool)
     training = build_training(
-        decided, num_samples=train_set.num_samples, num_classes=train_set.num_classes, device=device, is_new=is_new
+        decided, num_samples=train_set.num_samples, num_classes=num_classes(train_set), device=device, is_new=is_new
     )
     follow_networks(training)
     check_first_step(training.modules, training.objective, device=device)
@@ -237,6 +237,7 @@ def open_loop(
         start_step=steps.start,
         num_steps=num_steps,
         device=device,
+        source_metrics=stream.source_metrics,
         utilization=utilization,
     )
     return TrainingLoop(config, run_dir, training, stream, steps, counters, log, checkpoints, watchdog)

@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 class TrainingLog:
     """The log of a training, which is closed at the end of its `with` block. Its clock starts when it is made.
 
-    `utilization` has the arithmetic of the run, if its share of the devices' rate is logged.
+    `source_metrics` returns what was drawn from each source of a mixture in a number of steps. `utilization` has the
+    arithmetic of the run, if its share of the devices' rate is logged.
 
     Raises `UserError` if the samples of the probe or of the pictures cannot be read.
     """
@@ -56,10 +57,11 @@ class TrainingLog:
         start_step: int,
         num_steps: int,
         device: torch.device,
+        source_metrics: Callable[[int], dict[str, float]],
         utilization: Utilization | None = None,
     ) -> None:
         self._config, self._counters, self._watchdog, self._device = config, counters, watchdog, device
-        self._utilization = utilization
+        self._source_metrics, self._utilization = source_metrics, utilization
         self._alarms = Alarms(config.alarms)
         self._pictures: Callable[[int], StepPictures | None] | None = None
         if rank() == 0 and config.precision != "float64":  # which is for comparisons of trajectories
@@ -137,7 +139,7 @@ class TrainingLog:
         if self._tracker is not None:
             for alarm in self._alarms.check(metrics_of_alarms(metrics, self._config.views, epoch=epoch), num_done):
                 logger.warning("%s", alarm)
-        metrics |= self._counters.metrics()
+        metrics |= self._counters.metrics() | self._source_metrics(num_done)
         speed = self._clock.read(num_samples=self._config.global_batch_size)
         metrics |= all_reduce_mean_scalars(speed | memory_in_use(self._device)) | slowest_rank(speed)
         metrics["perf/headspace"] = headspace(metrics["perf/data_wait_fraction"])

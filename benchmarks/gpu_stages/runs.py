@@ -148,7 +148,7 @@ class Run:
     @property
     def dataset(self) -> str:
         """Return the name of the dataset, such as "cifar10_digits"."""
-        return Path(self.published.data.train_dir).parent.name
+        return Path(self.published.data.probed_dir).parent.name
 
     @property
     def run_dir(self) -> RunDir:

@@ -22,7 +22,8 @@ class Batch:
     Attributes:
         step: number of the global batch since the start of training, from 0.
         epoch: number of the epoch, from 0.
-        index_B: (B,) int64, the dataset indices of the samples.
+        index_B: (B,) int64, the dataset indices of the samples. In a mixture, they count the samples of all sources,
+            one source after another.
         inputs_a: the input of the first view: pictures (B, C, H, W) uint8, or waveforms (B, T) float32.
         inputs_b: the input of the second view. It is the same tensor object, unless the overlay is drawn once for each
             view (`noise_per_view` of the spoken digits).
@@ -32,6 +33,8 @@ class Batch:
             are of `inputs_a`.
         bad: samples of this rank's part that could not be read and were replaced.
         seconds: time that each stage of making the batch took: "read", "decode", "overlay", "transfer".
+        draw_index_B: (B,) int64, of a mixture: a number for each sample and epoch of its source, which stands for both
+            in the keys of draws; None for one dataset.
     """
 
     step: int
@@ -44,6 +47,7 @@ class Batch:
     labels: Mapping[str, torch.Tensor]
     bad: tuple[BadSample, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
+    draw_index_B: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return self.index_B.numel()
@@ -54,7 +58,9 @@ class Batch:
 
     def draw_keys(self, *, seed: int, view: int) -> DrawKeys:
         """Return the keys of all draws for one view of the samples."""
-        return DrawKeys(seed=seed, epoch=self.epoch, index_B=self.index_B, view=view, step=self.step)
+        if self.draw_index_B is None:
+            return DrawKeys(seed=seed, epoch=self.epoch, index_B=self.index_B, view=view, step=self.step)
+        return DrawKeys(seed=seed, epoch=0, index_B=self.draw_index_B, view=view, step=self.step)
 
     def pin_memory(self) -> Batch:
         """Return the batch in pinned memory. `DataLoader(pin_memory=True)` calls it, for asynchronous copies."""

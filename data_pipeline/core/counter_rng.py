@@ -29,7 +29,8 @@ _CACHED_HASHES = 1 << 17  # hashes that a CPU turns into normal numbers at once:
 class DrawKeys:
     """The key of every draw made for a batch: (seed, epoch, sample index, view).
 
-    `Batch.draw_keys` makes those of a batch, with its step. `keys_of_rows` makes them for rows without an index.
+    `Batch.draw_keys` makes those of a batch, with its step and, of a mixture, other numbers in place of the indices.
+    `keys_of_rows` makes them for rows without an index.
 
     Attributes:
         seed, epoch, view: numbers shared by the batch; `view` numbers the draws of one sample in one epoch: 0 and 1

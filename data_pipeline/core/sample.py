@@ -71,12 +71,17 @@ class Sample:
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample that could not be read, with the reason; `shard` is the file name."""
+    """A sample that could not be read, with the reason; `shard` is the file name.
+
+    In a mixture, `index` counts the samples of all sources, `first` is the index of the first sample of its source, and
+    `shard` begins with the name of the source.
+    """
 
     index: int
     shard: str
     reason: str
+    first: int = 0
 
     @property
     def key(self) -> str:
-        return sample_key(self.index)
+        return sample_key(self.index - self.first)

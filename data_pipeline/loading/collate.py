@@ -8,9 +8,10 @@ Shapes: B batch, T points of a sound, C channels, H height, W width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from data_pipeline.audio.waveform import crop_last, gather_clips, to_float
 from data_pipeline.core.batch import Batch
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.random_crop import CropLaw
-from data_pipeline.core.sample import BadSample
+from data_pipeline.core.sample import NO_LABEL, BadSample
 from data_pipeline.loading.decode import Crops, DecodedSamples, draw_crops
 from data_pipeline.overlays import Overlay, no_mask
 from data_pipeline.storage.manifest import Manifest
@@ -108,3 +109,43 @@ class BatchMaker:
             )
         masks_BHW = no_mask(inputs_a) if clean.masks_BHW is None and not is_sound else clean.masks_BHW
         return replace(clean, inputs_a=inputs_a, inputs_b=inputs_b, masks_BHW=masks_BHW, masks_b_BHW=masks_BHW)
+
+
+def join_parts(
+    parts: Sequence[Batch], row_B: Tensor, *, epoch: int, num_samples: int, label_names: Sequence[str]
+) -> Batch:
+    """Return one batch of the rows of finished `parts`, put end to end and then taken in the order `row_B`.
+
+    The parts come from the sources of a mixture, which hold `num_samples` samples together and may have different
+    labels. `label_names` are the labels of all sources, also of sources without a row here, so that every batch of
+    every rank has the same labels. `index_B` of a part holds its draw indices. `epoch` is the epoch of the mixture.
+    """
+
+    def joined(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(tensors)).index_select(0, row_B)
+
+    whole: dict[str, Any] = {}
+    for name in (each.name for each in fields(Batch)):
+        values = [getattr(part, name) for part in parts]
+        if all(isinstance(value, Tensor) for value in values):
+            whole[name] = joined(values)
+    if all(part.inputs_b is part.inputs_a for part in parts):
+        whole["inputs_b"] = whole["inputs_a"]
+    if all(part.masks_b_BHW is part.masks_BHW for part in parts):
+        whole["masks_b_BHW"] = whole.get("masks_BHW")
+    missing = [torch.full_like(part.index_B, NO_LABEL) for part in parts]
+    draw_index_B = whole.pop("index_B")
+    stages = sorted({stage for part in parts for stage in part.seconds})
+    return replace(
+        parts[0],
+        **whole,
+        epoch=epoch,
+        index_B=draw_index_B % num_samples,
+        draw_index_B=draw_index_B,
+        labels={
+            name: joined([part.labels.get(name, no) for part, no in zip(parts, missing, strict=True)])
+            for name in label_names
+        },
+        bad=tuple(bad for part in parts for bad in part.bad),
+        seconds={stage: sum(part.seconds.get(stage, 0.0) for part in parts) for stage in stages},
+    )

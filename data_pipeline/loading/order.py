@@ -6,7 +6,10 @@ while it is read. It is cut into N // G global batches of G samples; rank r of W
 Guarantees: a global batch does not depend on the number of ranks, and no sample comes twice in it. A resumed run reads
 nothing that it skips. No array of N numbers is made.
 
-Shapes: R rows of a rank, X positions in an epoch.
+The order of a mixture (`data_pipeline.loading.mixture`) has the same methods. So a stream reads, keeps in memory and
+replaces samples in the same way for both.
+
+Shapes: B rows of a rank, R rows of a rank from one dataset, X positions in an epoch.
 """
 
 from __future__ import annotations
@@ -30,10 +33,17 @@ _CHUNK: Final = 64  # replacements that are looked up at once
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a rank's part of a global batch: the samples, the epoch, and the bad samples that were replaced."""
+    """The rows of a rank's part of a global batch that come from one dataset.
+
+    Attributes:
+        indices_R: the samples, in the dataset.
+        key_index_R, key_epoch: the numbers in the keys of their draws; see `DrawKeys`.
+        bad: the bad samples of the dataset that were replaced.
+    """
 
     indices_R: NDArray[np.int64]
-    epoch: int
+    key_index_R: NDArray[np.int64]
+    key_epoch: int
     bad: tuple[BadSample, ...]
 
 
@@ -147,10 +157,9 @@ class EpochOrders:
 
 @dataclass(frozen=True)
 class BatchOrder:
-    """The samples of a dataset that a rank reads at each step.
+    """The samples of one dataset, number 0, that a rank reads at each step.
 
-    A function of the step alone, so iterators of one stream share it. The parts of all ranks, in rank order, make up
-    the global batch.
+    The parts of all ranks, in rank order, make up the global batch.
     """
 
     epochs: EpochOrders
@@ -162,7 +171,7 @@ class BatchOrder:
     def num_steps_per_epoch(self) -> int:
         return num_steps_per_epoch(self.epochs.num_samples, self.global_batch_size)
 
-    def rows(self, step: int, *, bad: Mapping[int, BadSample]) -> Rows:
+    def rows(self, number: int, step: int, *, bad: Mapping[int, BadSample]) -> Rows:
         """Return the rows of this rank at a step.
 
         A bad sample is replaced by the first good sample in the same row of the other global batches of the epoch, the
@@ -178,7 +187,7 @@ class BatchOrder:
         start = step_in_epoch * self.global_batch_size + first_row
         indices_R = order(np.arange(start, start + local_size, dtype=np.int64))
         replaced: list[BadSample] = []
-        for row in _rows_of_bad(indices_R, bad):
+        for row in rows_of_bad(indices_R, bad):
             positions = range(first_row + row, num_samples, self.global_batch_size)
             candidates = (index for chunk in chunks_from(positions, step_in_epoch) for index in order(chunk).tolist())
             index = first_good(candidates, bad, replaced)
@@ -189,15 +198,19 @@ class BatchOrder:
                     "global_batch_size, or build or copy the dataset again"
                 )
             indices_R[row] = index
-        return Rows(indices_R, epoch, tuple(replaced))
+        return Rows(indices_R, indices_R, epoch, tuple(replaced))
 
-    def position_at(self, step: int) -> tuple[int, int]:
+    def position_at(self, number: int, step: int) -> tuple[int, int]:
         """Return the epoch, and the position in it, at which the global batch of a step begins."""
         epoch, step_in_epoch = divmod(step, self.num_steps_per_epoch)
         return epoch, step_in_epoch * self.global_batch_size
 
+    def epochs_of(self, number: int) -> EpochOrders:
+        """Return the orders of the epochs."""
+        return self.epochs
 
-def _rows_of_bad(indices_R: NDArray[np.int64], bad: Mapping[int, BadSample]) -> list[int]:
+
+def rows_of_bad(indices_R: NDArray[np.int64], bad: Mapping[int, BadSample]) -> list[int]:
     """Return the rows whose samples are bad."""
     return [row for row, index in enumerate(indices_R.tolist()) if index in bad] if bad else []
 

@@ -1,4 +1,7 @@
-"""Read batches from disk as they are needed, in worker processes that decode whole batches in turn."""
+"""Read batches from disk as they are needed, in worker processes that decode whole batches in turn.
+
+Shapes: B batch.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,21 +20,32 @@ from data_pipeline.core.batch import Batch
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BadSample
 from data_pipeline.core.system import SHARED, signals_blocked
-from data_pipeline.loading.collate import BatchMaker
 from data_pipeline.loading.decode import decode
-from data_pipeline.loading.order import BatchOrder
-from data_pipeline.storage.store import SampleStore
+from data_pipeline.loading.mixture import ReadingOrder
+from data_pipeline.loading.sources import StreamSource
 
 
 def streamed_batches(
-    store: SampleStore, maker: BatchMaker, order: BatchOrder, steps: range, *, num_workers: int, pin_memory: bool
-) -> Iterator[Batch]:
-    """Yield the batches of some steps without the online overlay.
+    sources: Sequence[StreamSource],
+    order: ReadingOrder,
+    steps: range,
+    *,
+    num_workers: int,
+    rank: int,
+    world_size: int,
+    pin_memory: bool,
+) -> Iterator[list[Batch | None]]:
+    """Yield the batches of some steps, one from each source, without the online overlay.
 
     Raises `UserError` if a sample and all its replacements are bad, and `RuntimeError` if a worker was killed.
     """
-    loader: DataLoader[Batch | UserError] = DataLoader(
-        _StreamedBatches(store, maker, order),
+    prefetchers = [
+        _ShardPrefetcher(source, order, rank=rank, world_size=world_size)
+        for source in sources
+        if source.store.is_remote
+    ]
+    loader: DataLoader[list[Batch | None] | UserError] = DataLoader(
+        _StreamedBatches(sources, order, prefetchers),
         batch_size=None,  # the dataset makes whole batches, and its keys are steps
         sampler=steps,
         num_workers=num_workers,
@@ -63,18 +77,18 @@ def streamed_batches(
 class _ShardPrefetcher:
     """A prefetcher of a remote dataset's shards, for the window being read and the next one."""
 
-    def __init__(self, store: SampleStore, order: BatchOrder) -> None:
-        self._store, self._order = store, order
+    def __init__(self, source: StreamSource, order: ReadingOrder, *, rank: int, world_size: int) -> None:
+        self._store, self._number, self._order = source.store, source.number, order
+        self._epochs, self._rank, self._world_size = order.epochs_of(source.number), rank, world_size
         self._epoch, self._window = 0, -1
-        self._windows, self._windows_after = order.epochs.windows(0), order.epochs.windows(1)
+        self._windows, self._windows_after = self._epochs.windows(0), self._epochs.windows(1)
 
     def before(self, step: int) -> None:
         """Request shards if a window begins at `step`. Call this before each step."""
-        epoch, position = self._order.position_at(step)
+        epoch, position = self._order.position_at(self._number, step)
         if epoch != self._epoch:
             self._epoch, self._window = epoch, -1
-            epochs = self._order.epochs
-            self._windows, self._windows_after = epochs.windows(epoch), epochs.windows(epoch + 1)
+            self._windows, self._windows_after = self._epochs.windows(epoch), self._epochs.windows(epoch + 1)
         window = self._windows.number_at(position)
         if window == self._window:
             return
@@ -85,52 +99,62 @@ class _ShardPrefetcher:
         # All processes need the same shards. Each starts at another shard, so that they fetch in parallel.
         worker = torch.utils.data.get_worker_info()
         num_workers, worker_id = (1, 0) if worker is None else (worker.num_workers, worker.id)
-        shift = (self._order.rank * num_workers + worker_id) * len(now) // (self._order.world_size * num_workers)
+        shift = (self._rank * num_workers + worker_id) * len(now) // (self._world_size * num_workers)
         self._store.prefetch(np.concatenate([np.roll(now, -shift), following]))
 
 
-class _StreamedBatches(Dataset[Batch | UserError]):
-    """The clean batches of one rank, by step. Worker processes share the index of the opened store."""
+class _StreamedBatches(Dataset[list[Batch | None] | UserError]):
+    """The clean batches of one rank, by step: one from each streamed source, None if a step has no row of it.
 
-    def __init__(self, store: SampleStore, maker: BatchMaker, order: BatchOrder) -> None:
-        self._store, self._maker, self._order = store, maker, order
-        self._prefetcher = _ShardPrefetcher(store, order) if store.is_remote else None
+    Worker processes share the index of the opened stores.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[StreamSource],
+        order: ReadingOrder,
+        prefetchers: Sequence[_ShardPrefetcher],
+    ) -> None:
+        self._sources, self._order, self._prefetchers = sources, order, prefetchers
         # Grows in each process when it finds bad samples. No batch depends on the bad samples found before.
-        self._bad: dict[int, BadSample] = {}
+        self._bad: list[dict[int, BadSample]] = [{} for _ in sources]
 
-    def __getitem__(self, step: int) -> Batch | UserError:
+    def __getitem__(self, step: int) -> list[Batch | None] | UserError:
         try:
-            if self._prefetcher is not None:
-                self._prefetcher.before(step)
-            batch = self._read(step)
+            for prefetcher in self._prefetchers:
+                prefetcher.before(step)
+            batches = [self._read(source, bad, step) for source, bad in zip(self._sources, self._bad, strict=True)]
             if torch.utils.data.get_worker_info() is not None:
-                _move_to_shared_memory(batch)
-            return batch
+                _move_to_shared_memory(batches)
+            return batches
         except UserError as error:
             # Returned and not raised, because a DataLoader turns a worker's exception into a page of traceback.
             return error
 
-    def _read(self, step: int) -> Batch:
+    def _read(self, source: StreamSource, bad: dict[int, BadSample], step: int) -> Batch | None:
+        """Read the rows of one source. Adds the bad samples that it finds to `bad`."""
         while True:
             began = time.perf_counter()
-            rows = self._order.rows(step, bad=self._bad)
-            crops = self._maker.crop_draws(rows.indices_R, epoch=rows.epoch)
-            samples = decode(self._store, rows.indices_R, crops=crops)
+            rows = self._order.rows(source.number, step, bad=bad)
+            if not len(rows.indices_R):
+                return None
+            crops = source.maker.crop_draws(rows.key_index_R, epoch=rows.key_epoch)
+            samples = decode(source.store, rows.indices_R, crops=crops)
             if not samples.bad:
-                clean = self._maker.collate(samples, step=step, epoch=rows.epoch, bad=rows.bad)
+                clean = source.collate(samples, rows, step=step, index_B=torch.from_numpy(rows.key_index_R))
                 seconds = time.perf_counter() - began
                 return replace(clean, seconds={"read": samples.read_seconds, "decode": seconds - samples.read_seconds})
-            self._bad |= {sample.index: sample for sample in samples.bad.values()}
+            bad |= {sample.index: sample for sample in samples.bad.values()}
 
 
-def _move_to_shared_memory(batch: Batch) -> None:
+def _move_to_shared_memory(batches: Iterable[Batch | None]) -> None:
     """Move the tensors of a worker to shared memory, which torch would do in the thread that sends them.
 
     An error of that thread never reaches the training process, which would wait for the batch. Raises `UserError` if
     there is no room.
     """
     try:
-        for tensor in batch.tensors():
+        for tensor in (tensor for batch in batches if batch is not None for tensor in batch.tensors()):
             tensor.share_memory_()  # type: ignore[no-untyped-call]
     except RuntimeError as error:  # its reason is not to be relied on: it may be "Success (0)"
         raise UserError(

@@ -13,9 +13,9 @@ import torch
 from data_pipeline.core.batch import Batch
 from data_pipeline.core.sample import BadSample
 from data_pipeline.core.system import num_cores
-from data_pipeline.loading.checks import check_bad_share
 from data_pipeline.loading.collate import BatchMaker
 from data_pipeline.loading.decode import decode_ahead
+from data_pipeline.loading.sources import check_bad_share
 from data_pipeline.overlays import evaluation_keys
 from data_pipeline.remote.fetch import RemoteConfig
 from data_pipeline.storage.store import SampleStore

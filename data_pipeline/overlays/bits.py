@@ -5,7 +5,7 @@ All views of a picture have the same bits, and of N bits there are 2^N values: 5
 Source: "Intriguing properties of contrastive losses", section "feature suppression". The published notebook hashes the
 JPEG of a picture, this overlay its pixels.
 
-A picture has the same bits in every epoch, view, split and build. Nothing is drawn at random.
+A picture has the same bits in every epoch, view, split, build and mixture. Nothing is drawn at random.
 
 Shapes: B batch, C channels, H height, W width, N bits.
 """

@@ -264,11 +264,6 @@ class Manifest(Description):
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     @property
-    def num_classes(self) -> dict[str, int]:
-        """Return the number of classes of each label by name."""
-        return {name: len(label.classes) for name, label in self.labels.items()}
-
-    @property
     def num_shards(self) -> int:
         return self.tars.num_tars
 

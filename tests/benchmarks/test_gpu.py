@@ -131,7 +131,7 @@ def test_every_run_has_settings_that_its_config_takes_and_a_name_of_its_own(tmp_
     assert len({run.name for run in made}) == len(made)
     for run in made:
         config = run.config()
-        assert (config.precision, Path(config.data.train_dir)) == ("bfloat16", setting.data / run.dataset / "train")
+        assert (config.precision, Path(config.data.probed_dir)) == ("bfloat16", setting.data / run.dataset / "train")
 
 
 def test_the_list_says_what_is_expected_and_what_is_filed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

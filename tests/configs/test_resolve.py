@@ -103,11 +103,13 @@ def test_published_recipes_normalise_by_the_published_numbers_whatever_the_train
 
 
 def test_data_are_found_from_other_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = "{a: {train_dir: a/train, weight: 1}, b: {train_dir: 's3://bucket/b', weight: 1}}"
+    overrides = ["data.train_dir=null", f"data.mixture={sources}", "data.test_dir=~/test"]
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    data = resolve_recipe("debug:image", ["data.train_dir=a/train", "data.test_dir=~/test"]).data
-    assert (data.train_dir, data.test_dir) == (str(tmp_path / "a/train"), str(tmp_path / "home" / "test"))
-    assert resolve_recipe("debug:image", ["data.train_dir=s3://bucket/b"]).data.train_dir == "s3://bucket/b"
+    data = resolve_recipe("debug:image", overrides).data
+    locations = (*data.train_locations.values(), data.test_dir)
+    assert locations == (str(tmp_path / "a/train"), "s3://bucket/b", str(tmp_path / "home" / "test"))
     assert {Path(run.data.test_dir).is_relative_to(tmp_path) for run in resolve_study("studies:debug_seeds")} == {True}
 
 

@@ -21,6 +21,7 @@ from data_pipeline.storage.store import SampleStore
 from tests.data_pipeline.building.test_suppression_settings import write_mnist
 from trainer.build import build_training
 from trainer.config import RunConfig
+from trainer.mixture import num_classes
 from trainer.objectives.nt_xent_cycle import NTXentCycleConfig, cycled_temperature
 from trainer.open_settings import decide
 from trainer.preflight import check_data
@@ -143,12 +144,12 @@ def test_every_cure_can_be_trained_on_every_setting(name: str, built: Path, monk
     ]
     assert len(runs) >= 5
     train_set = check_data(runs[0].model_copy(update={"global_batch_size": BATCH_SIZE})).train
-    batch = next(read_all(SampleStore(Path(runs[0].data.train_dir)), batch_size=BATCH_SIZE))
+    batch = next(read_all(SampleStore(Path(runs[0].data.probed_dir)), batch_size=BATCH_SIZE))
     for run in runs:
         training = build_training(
             decide(run, train_set),
             num_samples=train_set.num_samples,
-            num_classes=train_set.num_classes,
+            num_classes=num_classes(train_set),
             device=torch.device("cpu"),
         )
         output = training.step(batch, learning_rates=defaultdict(float))

@@ -22,14 +22,17 @@ from tests.nursery import PythonProcess
 from tests.processes import kill_tree, ranks_of
 from tests.real_data import REPOSITORY
 from tests.small_encoder import CONVNET
-from tests.tiny_data import write_tiny_pair
+from tests.tiny_data import write_tiny_dataset, write_tiny_pair
+from trainer.distributed.collectives import world_size
 from trainer.run_dir import RunDir
 from trainer.train import train
 
 NUM_STEPS = 15
+MIXTURE = "{{few: {{train_dir: {0}/few, weight: 1}}, train: {{train_dir: {0}/train, weight: 2}}}}"
 
 
-def settings_of(data: Path) -> list[str]:
+def settings_of(data: Path, *, num_ranks: int) -> list[str]:
+    """Return the settings of a run: of one process on one dataset, or of ranks on a mixture."""
     settings = {
         "data.train_dir": data / "train",
         "data.test_dir": data / "test",
@@ -41,6 +44,8 @@ def settings_of(data: Path) -> list[str]:
         "tracking.wandb": "disabled",
         "encoder": CONVNET.removeprefix("encoder="),
     }
+    if num_ranks > 1:
+        settings |= {"data.train_dir": "null", "data.mixture": MIXTURE.format(data), "data.mixture_epoch": 83}
     return [f"{key}={value}" for key, value in settings.items()]
 
 
@@ -50,12 +55,12 @@ def command(data: Path, run_dir: Path, *, num_ranks: int) -> list[str]:
     if num_ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
         launcher += ["--max-restarts", "1"]
-    sets = [word for setting in settings_of(data) for word in ("--set", setting)]
+    sets = [word for setting in settings_of(data, num_ranks=num_ranks) for word in ("--set", setting)]
     return [*launcher, "launch/train.py", "--config", "debug:viewmaker", "--run-dir", str(run_dir), *sets]
 
 
 def train_undisturbed(data: Path, run_dir: Path) -> None:
-    config = resolve_recipe("debug:viewmaker", settings_of(data))
+    config = resolve_recipe("debug:viewmaker", settings_of(data, num_ranks=world_size()))
     train(config, RunDir(run_dir), device=torch.device("cpu"), command="train")
 
 
@@ -106,7 +111,9 @@ def curve(run_dir: Path) -> list[tuple[int, int, float]]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=83, num_test=20)
+    root = write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=83, num_test=20)
+    write_tiny_dataset(root / "few", num_samples=45, seed=4)
+    return root
 
 
 def check_same_bits(whole: Path, killed: Path) -> None:

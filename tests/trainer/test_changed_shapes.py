@@ -17,6 +17,7 @@ from tests.commands import call
 from tests.trainer.test_tars import settings
 from trainer import probe
 from trainer.data import Manifests
+from trainer.mixture import MixtureManifest
 from trainer.open_settings import decide, decisions_to_record, input_size, normalization_of
 from trainer.preflight import check_manifests
 from trainer.run_dir import RunDir
@@ -39,6 +40,14 @@ def test_the_settings_of_an_encoder_are_decided_by_the_shape_in_a_batch(tmp_path
     open_config = config.model_copy(update={"encoder": config.encoder.model_copy(update={"mean": None, "std": None})})
     assert decide(open_config, manifest).encoder.normalization == found
     assert decisions_to_record(open_config, manifest)["encoder"]["mean"] == list(found.mean)
+
+
+def test_a_mixture_has_the_mean_of_what_its_sources_give(tmp_path: Path) -> None:
+    a, b = dominoes(tmp_path / "a", correlation=1.0), dominoes(tmp_path / "b", digit="below")
+    mixture = MixtureManifest.of({"a": a, "b": b}, (1.0, 1.0), probed="a")
+    assert mixture.batch_shape == (3, 64, 32)
+    expected = [(first + second) / 2 for first, second in zip(a.batch_mean, b.batch_mean, strict=True)]
+    assert mixture.batch_mean == pytest.approx(expected)
 
 
 def test_datasets_of_different_shapes_in_a_batch_are_refused(tmp_path: Path) -> None:

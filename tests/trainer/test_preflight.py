@@ -68,11 +68,11 @@ def with_test_dir(config: RunConfig, test_dir: str, **probe: float) -> RunConfig
 def test_training_with_the_train_set_as_test_set_is_refused_unless_it_is_allowed_by_name(
     tmp_path: Path, config: RunConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    same = with_test_dir(config, config.data.train_dir)
+    same = with_test_dir(config, config.data.probed_dir)
     with pytest.raises(UserError, match=r"64 of the 64 test samples of .*data/train \(100 %\) have their picture"):
         take(RunDir(tmp_path / "run"), same)
     assert not (tmp_path / "run").exists()
-    take(RunDir(tmp_path / "run"), with_test_dir(config, config.data.train_dir, allow_shared=1.0)).close()
+    take(RunDir(tmp_path / "run"), with_test_dir(config, config.data.probed_dir, allow_shared=1.0)).close()
     assert "64 of the 64 test samples" in caplog.text
 
 
@@ -85,7 +85,7 @@ def test_training_on_pictures_that_the_test_set_holds_too_is_refused(tmp_path: P
 
 def of_size(config: RunConfig, height: int, width: int) -> RunConfig:
     """Change the pictures' size in the manifests; before step 0 no other file of a dataset is read."""
-    for directory in (config.data.train_dir, config.data.test_dir):
+    for directory in (config.data.probed_dir, config.data.test_dir):
         path = Path(directory, MANIFEST_NAME)
         manifest = json.loads(path.read_text()) | {"input_shape": [3, height, width]}
         path.write_text(json.dumps(manifest))

@@ -274,8 +274,8 @@ def test_whoever_reads_the_data_of_a_run_is_warned_and_the_report_names_both(
     ],
 )
 def test_all_train_sets_on_which_steps_were_taken_are_known(
-    starts: list[tuple[str, int]], expected: tuple[str, ...]
+    starts: list[tuple[str, int]], expected: tuple[str, ...], data: Path
 ) -> None:
     listed = [{"train_manifest_sha256": name, "start_step": step} for name, step in starts]
     provenance = {"train_manifest_sha256": "new", "starts": listed}
-    assert train_sets(provenance) == expected
+    assert train_sets(configure(data), provenance) == expected

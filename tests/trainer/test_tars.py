@@ -191,6 +191,9 @@ def test_a_test_set_that_names_a_tar_of_the_train_set_is_refused(tars: Path, tmp
     refused = resolve_recipe("debug:image", settings(tars, f"data.test_dir={out}"))
     with pytest.raises(UserError, match=r"24 of the 42 test samples of .*sample 00000018 is sample 00000024 of"):
         check_data(refused)
+    mixed = ["data.train_dir=null", f"data.mixture={{a: {{train_dir: {tars}/train, weight: 1}}}}"]
+    with pytest.raises(UserError, match="24 of the 42 test samples"):
+        check_data(resolve_recipe("debug:image", settings(tars, f"data.test_dir={out}", *mixed)))
     check_data(resolve_recipe("debug:image", settings(tars, f"data.test_dir={out}", "probe.allow_shared=0.6")))
     check_data(resolve_recipe("debug:image", settings(tars)))
 

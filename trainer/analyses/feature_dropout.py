@@ -176,7 +176,7 @@ def heads_of(loaded: LoadedRun) -> Heads:
     train set and encoder.
     """
     data = loaded.config.data
-    where = (data.train_dir, data.test_dir)
+    where = (data.probed_dir, data.test_dir)
     labels = readable_labels(loaded.train.manifest, loaded.test.manifest, where=where)
     # With another probe in its config, the fitting heads are in the file of a probe with these options.
     own = loaded.config.probe

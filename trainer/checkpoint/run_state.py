@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from pydantic import NonNegativeFloat, NonNegativeInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt
 
 from data_pipeline.core.sample import BadSample
 from data_pipeline.core.schema import Schema
@@ -13,10 +13,14 @@ NAME_DIGITS = 12  # of a hash that is shown
 
 
 class DataIdentity(Schema):
-    """The train set and the test set of a run, by the SHA-256 of their manifests."""
+    """The train set and the test set of a run, by the SHA-256 of their manifests.
+
+    `train_sources` holds that of each source of a mixture by name; `train_manifest_sha256` is then a hash of all.
+    """
 
     train_manifest_sha256: str
     test_manifest_sha256: str
+    train_sources: dict[str, str] = Field(default_factory=dict)
 
     @property
     def name(self) -> str:

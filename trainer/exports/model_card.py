@@ -105,4 +105,5 @@ def _probes(run: ExportedRun) -> list[ProbeResult]:
     results = [read_result(path) for path in paths if "-" not in path.stem]
     if (trained_on := run.modules.trained_on) is None:
         return results
-    return [result for result in results if result.train_manifest_sha256 == trained_on.train_manifest_sha256]
+    of_training = {trained_on.train_manifest_sha256, *trained_on.train_sources.values()}
+    return [result for result in results if result.train_manifest_sha256 in of_training]

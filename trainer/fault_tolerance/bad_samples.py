@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable
 
 from data_pipeline.core.sample import BadSample
-from data_pipeline.loading.checks import check_bad_share
+from data_pipeline.loading.sources import check_bad_share
 from trainer.distributed.collectives import all_gather_json, any_rank, rank
 from trainer.run_dir import RunDir
 

@@ -99,7 +99,7 @@ class ObjectiveInputs:
         seed: the seed of the run.
         image_channels: the number C of channels of a view; 1 for spectrograms.
         num_classes: the number of classes of each label of the train set, by name; see
-            `Manifest.num_classes`. Empty if it is not known and the objective does not need it.
+            `trainer.mixture.num_classes`. Empty if it is not known and the objective does not need it.
     """
 
     encoder: nn.Module

@@ -25,11 +25,11 @@ from data_pipeline.core.batch import Batch
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BASE, OVERLAY
 from data_pipeline.loading.placement import resident_bytes
-from data_pipeline.storage.manifest import Manifest
 from trainer.build import assemble
 from trainer.config import RunConfig
 from trainer.distributed.engines import DDPConfig
 from trainer.distributed.fake_process_group import fake_ranks
+from trainer.mixture import TrainManifest, datasets_of, num_classes
 from trainer.modules import build_modules, build_run_objective
 from trainer.open_settings import input_size
 from trainer.original_crops import original_crops
@@ -84,7 +84,7 @@ def plan(
     config: RunConfig,
     *,
     world_size: int,
-    train: Manifest | None,
+    train: TrainManifest | None,
     device_gigabytes: float | None,
 ) -> TrainingPlan:
     """Return the memory of the run of `config` on `world_size` ranks. Must not be called inside a process group.
@@ -101,19 +101,19 @@ def plan(
     check_batch(config, train, num_ranks=world_size)
     if train is None and (config.objective.needs_num_samples or config.objective.needs_labels):
         raise UserError(
-            f"objective.kind={config.objective.kind} needs the samples or labels of {config.data.train_dir}, which "
+            f"objective.kind={config.objective.kind} needs the samples or labels of {config.data.train_name}, which "
             "are not known; build it first"
         )
     num_samples, classes, data_bytes = 0, dict[str, int](), 0
     mel, channels = config.data.mel, config.encoder.in_channels
     shape: tuple[int, ...] = (channels, _ASSUMED_SIZE, _ASSUMED_SIZE) if mel is None else (mel.num_points,)
     if train is not None:
-        num_samples, classes, shape = train.num_samples, train.num_classes, train.batch_shape
+        num_samples, classes, shape = train.num_samples, num_classes(train), train.batch_shape
         config.objective.check_labels(classes)
         if device_gigabytes is not None:
             data_bytes = bytes_of_data(config, train, device_bytes=int(device_gigabytes * 1e9))
     height, width = input_size(config, shape)
-    check_input_shape(config, height=height, width=width, where=config.data.train_dir)
+    check_input_shape(config, height=height, width=width, where=config.data.train_name)
     check_batch_norm(config, height=height, width=width, num_ranks=world_size)
     encoder = config.encoder.with_form(height=height, width=width)
     if encoder.normalization is None:  # of the data, which a plan does not need
@@ -147,15 +147,20 @@ def plan(
     return replace(found, fit=fit)
 
 
-def bytes_of_data(config: RunConfig, train: Manifest, *, device_bytes: int) -> int:
+def bytes_of_data(config: RunConfig, train: TrainManifest, *, device_bytes: int) -> int:
     """Return the bytes of the train set that a GPU with so much memory keeps there, by `data.placement`.
 
     As `place_data` decides when all memory is free.
     """
     if config.data.placement in {"stream", "host"} or original_crops(config, train) is not None:
         return 0
-    num_bytes, room = resident_bytes(train), config.data.resident_gigabytes * 1e9
-    return num_bytes if config.data.placement == "device" or num_bytes <= min(room, device_bytes / 2) else 0
+    room, kept = config.data.resident_gigabytes * 1e9, 0
+    for manifest in datasets_of(train):
+        num_bytes = resident_bytes(manifest)
+        if config.data.placement == "device" or (num_bytes <= room and 2 * num_bytes <= device_bytes - kept):
+            room -= num_bytes
+            kept += num_bytes
+    return kept
 
 
 def describe(planned: TrainingPlan, config: RunConfig, *, device_gigabytes: float | None) -> str:

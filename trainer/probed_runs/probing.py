@@ -66,8 +66,9 @@ class ProbeOptions:
 
     def data(self, own: DataConfig) -> DataConfig:
         """Return the datasets of a run with the changes."""
-        given = {"train_dir": self.train_dir, "test_dir": self.test_dir}
-        return own.model_copy(update={name: place for name, place in given.items() if place is not None})
+        no_mixture = {"mixture": None, "mixture_epoch": None, "probed_source": None}
+        train = {} if self.train_dir is None else {"train_dir": self.train_dir, **no_mixture}
+        return own.model_copy(update=train if self.test_dir is None else {**train, "test_dir": self.test_dir})
 
     def changed(self, own: ProbeConfig) -> ProbeConfig:
         """Return the probe of a run's config with the changes. Raises `UserError` for a value that it cannot have."""
@@ -170,9 +171,9 @@ def check_labels(data: DataConfig, manifests: Manifests, config: ProbeConfig) ->
     """
 
     def check() -> None:
-        where = (data.train_dir, data.test_dir)
-        pairs_of(readable_labels(manifests.train, manifests.test, where=where), config.groups)
-        readable_labels(manifests.train, manifests.test, wanted=config.labels)
+        where = (data.probed_dir, data.test_dir)
+        pairs_of(readable_labels(manifests.probed, manifests.test, where=where), config.groups)
+        readable_labels(manifests.probed, manifests.test, wanted=config.labels)
         check_ranks(config)
 
     from_first_rank(check, None)
@@ -191,7 +192,7 @@ def read_data(data: DataConfig, manifests: Manifests, config: ProbeConfig) -> tu
         return num_shared
 
     num_shared = from_first_rank(count_shared, int | None)
-    if (said := option_difference(manifests.train, manifests.test)) is not None and rank() == 0:
+    if (said := option_difference(manifests.probed, manifests.test)) is not None and rank() == 0:
         print(f"warning: {said}; the accuracies measure this difference too", file=sys.stderr)
     return read_train(data), read_pictures(data.test_dir, read=data), num_shared
 
@@ -202,8 +203,8 @@ def results_on(run_dir: RunDir, config: RunConfig, options: ProbeOptions, manife
     It is that of the run, unless the options name other datasets, by content, than it has: then it has their short hash
     in its name.
     """
-    provenance, data = run_dir.read_provenance(), (manifests.train.sha256, manifests.test.sha256)
-    of_run = (*train_sets(provenance)[-1:], provenance.get("test_manifest_sha256"))
+    provenance, data = run_dir.read_provenance(), (manifests.probed.sha256, manifests.test.sha256)
+    of_run = (*train_sets(config, provenance)[-1:], provenance.get("test_manifest_sha256"))
     if options.data(config.data) == config.data or of_run == data:
         return run_dir.all_probes
     return run_dir.all_probes / f"data_{short_hash(data)}"
@@ -214,7 +215,7 @@ def scored_on(data: DataConfig, name: str, *, seed: int = 0, file: Path | None =
     return ScoredEncoder(
         name=name,
         seed=seed,
-        train_dir=data.train_dir,
+        train_dir=data.probed_dir,
         test_dir=data.test_dir,
         origin=origin_of_numbers(),
         sha256=None if file is None else FileEntry.of(file).sha256,
@@ -271,7 +272,7 @@ def _has_results(run_dir: RunDir, config: RunConfig, options: ProbeOptions, mani
     known to be of another run, or of other code of the user's own than that of now. A finished run without checkpoints
     needs the results of its last step.
     """
-    provenance, data = run_dir.read_provenance(), (manifests.train, manifests.test)
+    provenance, data = run_dir.read_provenance(), (manifests.probed, manifests.test)
     newest = run_dir.latest_step()
     if newest is None:
         newest = provenance.get("finished_step")

@@ -132,7 +132,7 @@ def _score(
     manifests = read_agreed_manifests(data)
     config, factors = WITHOUT_VIEWS, dict[str, str]()
     if place is not None:
-        scale: Scale = "small" if manifests.train.num_samples <= NUM_SMALL["train"] else "full"
+        scale: Scale = "small" if manifests.probed.num_samples <= NUM_SMALL["train"] else "full"
         config = benchmark_probe(place[0], scale)
         factors = place[0].factors(place[1], scale=scale, cure=ENCODER + Path(text).name)
     config = config.override(settings, where="the probe")
@@ -145,9 +145,9 @@ def _score(
         return f"{text} cannot encode the samples of {data.test_dir}: {problem}"
     record = scored_on(data, text, file=_file(text))
     scored = record.model_copy(update={"features": features, "factors": factors})
-    hashes = (manifests.train.sha256, manifests.test.sha256)
+    hashes = (manifests.probed.sha256, manifests.test.sha256)
     out = out or Path("scored", f"{_name(text)}-{short_hash(hashes)}")
-    paths = [out / f"{label}.json" for label in readable_labels(manifests.train, manifests.test, wanted=config.labels)]
+    paths = [out / f"{label}.json" for label in readable_labels(manifests.probed, manifests.test, wanted=config.labels)]
     if from_first_rank(lambda: all(_is_there(path, scored, config, hashes) for path in paths), bool):
         on_first_rank(lambda: print(f"{out}: scored already"))
         return ""

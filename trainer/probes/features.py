@@ -36,11 +36,11 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY
 from data_pipeline.core.schema import LabelName
-from data_pipeline.loading.checks import check_bad_share
 from data_pipeline.loading.collate import BatchMaker
 from data_pipeline.loading.decode import DecodedSamples, decode
 from data_pipeline.loading.permutation import KeyedPermutation
 from data_pipeline.loading.placement import read_whole, resident_bytes, shortage
+from data_pipeline.loading.sources import check_bad_share
 from data_pipeline.loading.stream import ReadConfig
 from data_pipeline.overlays import Overlay, evaluation_keys
 from data_pipeline.storage.manifest import Manifest
@@ -233,7 +233,7 @@ def read_pictures(location: Path | str, *, read: ReadConfig = _DEFAULT_READ, dra
 
 def read_train(data: DataConfig) -> Pictures:
     """Read the train set of probes and analyses. Its online overlays are not those of the test samples."""
-    return read_pictures(data.train_dir, read=data, draw=TRAIN_DRAW)
+    return read_pictures(data.probed_dir, read=data, draw=TRAIN_DRAW)
 
 
 def _labels(store: SampleStore, samples: DecodedSamples, *, draw: int) -> Mapping[LabelSpace, Tensor]:

@@ -129,13 +129,13 @@ def online_probe(
     """
     if config.online_every_steps is None:
         return None
-    train = read_some(data.train_dir, num=config.online_num_train, read=data, draw=TRAIN_DRAW)
+    train = read_some(data.probed_dir, num=config.online_num_train, read=data, draw=TRAIN_DRAW)
     test = read_some(data.test_dir, num=config.online_num_test, read=data)
     if not set(train.manifest.labels) & set(test.manifest.labels):
         logger.warning(
             "%s and %s have no label in common, so there is nothing to probe during training; build them with one, or "
             "index their tars again with --label",
-            data.train_dir,
+            data.probed_dir,
             data.test_dir,
         )
         return None

@@ -67,4 +67,6 @@ def run_identity(config: RunConfig, provenance: Mapping[str, Any]) -> str | None
 
 
 def _is_ignored(key: str) -> bool:
+    if key.startswith("data.mixture.") and key.endswith(".train_dir"):  # as data.train_dir
+        return True
     return key in NOT_IDENTITY or key.startswith(_SECTIONS_OUTSIDE_IDENTITY)

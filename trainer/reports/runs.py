@@ -69,7 +69,7 @@ class Run:
     @property
     def trained_on(self) -> tuple[str, ...]:
         """Return the hashes of the train sets of the training, oldest first; empty if none is recorded."""
-        return train_sets(self.provenance)
+        return train_sets(self.config, self.provenance)
 
     @property
     def has_other_train_set(self) -> bool:
@@ -79,8 +79,9 @@ class Run:
 
     @property
     def data_name(self) -> str:
-        """Return the name of the train set's directory, or of the one above train/."""
-        return name_of_data(self.config.data.train_dir)
+        """Return the name of the train set's directory, or of the one above train/; "birds+photos" of a mixture."""
+        train_dir = self.config.data.train_dir
+        return "+".join(self.config.data.train_locations) if train_dir is None else name_of_data(train_dir)
 
 
 def name_of_data(train_dir: str) -> str:

@@ -189,12 +189,13 @@ def encoder_names(runs: Sequence[Run]) -> dict[str, str]:
 def data_of(run: Run) -> str:
     """Return the hashes of the train set and the test set of the probes, and those of other sets of the training."""
     facts = run.provenance
-    for source in [*(vars(result) for result in run.results[:1]), facts]:
+    results: list[Any] = [] if run.config.data.mixture is not None else [vars(result) for result in run.results[:1]]
+    for source in [*results, facts]:
         hashes = [source.get("train_manifest_sha256"), source.get("test_manifest_sha256")]
         if all(hashes):
             break
     else:
-        hashes = [run.config.data.train_dir, run.config.data.test_dir]
+        hashes = [" ".join(run.config.data.train_locations.values()), run.config.data.test_dir]
     text = " ".join(str(one)[:12] if len(str(one)) == 64 else str(one) for one in hashes)
     more = "+".join(sha256[:12] for sha256 in run.trained_on) if run.has_other_train_set else ""
     return f"{text} trained on {more}" if more else text

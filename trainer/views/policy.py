@@ -67,6 +67,11 @@ class BaseViewsConfig(KindConfig):
 
     def check(self, run: Any) -> None:
         self.check_medium(run.data.mel)
+        if self.changes_with_epoch and run.data.mixture is not None:
+            raise ValueError(
+                f'views of kind "{self.kind}" change with the epoch, but each source of data.mixture has epochs of its '
+                "own; train on one dataset, or use other views"
+            )
 
     def learns_in(self, epoch: int) -> bool:
         """Return whether the policy learns in an epoch; `epoch` counts from 0."""

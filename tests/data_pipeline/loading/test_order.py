@@ -55,7 +55,7 @@ def test_global_batches_are_the_same_for_any_ranks_and_hold_no_key_twice(
             BatchOrder(EpochOrders(num_samples, seed, **options), size, rank, world_size) for rank in range(world_size)
         ]
         return whole_batches(
-            [[order.rows(step, bad={}).indices_R.tolist() for step in range(2 * num_steps)] for order in orders]
+            [[order.rows(0, step, bad={}).indices_R.tolist() for step in range(2 * num_steps)] for order in orders]
         )
 
     together = seen(world_size)
@@ -76,7 +76,9 @@ def test_bad_samples_are_replaced_alike_on_any_ranks(
     indices = data.draw(st.sets(st.integers(0, num_samples - 1), max_size=num_samples))
     bad = {index: BadSample(index, "shard", "torn") for index in indices}
     for step in range(num_samples // size):
-        clean = BatchOrder(EpochOrders(num_samples, seed, **options), size, 0, 1).rows(step, bad={}).indices_R.tolist()
+        clean = (
+            BatchOrder(EpochOrders(num_samples, seed, **options), size, 0, 1).rows(0, step, bad={}).indices_R.tolist()
+        )
         order = whole_order(num_samples, seed=seed, epoch=0, **options)
         by_row = [np.roll(order[row::size], -step).tolist() for row in range(size)]
         expected = [next((index for index in row if index not in indices), None) for row in by_row]
@@ -85,7 +87,9 @@ def test_bad_samples_are_replaced_alike_on_any_ranks(
         passed: list[BadSample] = []
         try:
             for rank in range(world_size):
-                part = BatchOrder(EpochOrders(num_samples, seed, **options), size, rank, world_size).rows(step, bad=bad)
+                part = BatchOrder(EpochOrders(num_samples, seed, **options), size, rank, world_size).rows(
+                    0, step, bad=bad
+                )
                 parts.append(part.indices_R.tolist())
                 passed += part.bad
         except UserError:
@@ -118,7 +122,7 @@ def test_continued_on_other_ranks_sees_the_rest_of_the_epoch(
         orders = [
             BatchOrder(EpochOrders(num_samples, 3, **options), size, rank, world_size) for rank in range(world_size)
         ]
-        return [index for step in steps for order in orders for index in order.rows(step, bad={}).indices_R.tolist()]
+        return [index for step in steps for order in orders for index in order.rows(0, step, bad={}).indices_R.tolist()]
 
     together = seen(4, range(stopped_at)) + seen(resumed_on, range(stopped_at, num_steps))
     assert together == seen(1, range(num_steps))
@@ -233,10 +237,10 @@ def test_the_first_batch_of_a_billion_samples_takes_no_memory_for_them(shuffle_s
     ends = np.arange(1, num_shards + 1, dtype=np.int64) * (num_samples // num_shards)
     order = BatchOrder(EpochOrders(num_samples, 0, ends, shuffle_shards), 4_096, 3, 4)
     tracemalloc.start()
-    rows = order.rows(int(0.9 * order.num_steps_per_epoch), bad={})
+    rows = order.rows(0, int(0.9 * order.num_steps_per_epoch), bad={})
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert rows.epoch == 0
+    assert rows.key_epoch == 0
     assert len(set(rows.indices_R.tolist())) == 1_024
     assert peak < 8e6
     shards = np.unique(np.searchsorted(ends, rows.indices_R, side="right"))

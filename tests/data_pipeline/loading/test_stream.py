@@ -311,7 +311,7 @@ def test_training_goes_on_past_bad_samples(tmp_path: Path, num_workers: int, wor
         for rank in range(world_size)
     ]
     order = BatchOrder(EpochOrders(40, 7), 8)
-    clean = [order.rows(step, bad={}).indices_R.tolist() for step in range(10)]
+    clean = [order.rows(0, step, bad={}).indices_R.tolist() for step in range(10)]
     seen = whole_batches([[batch.index_B.tolist() for batch in batches] for batches in by_rank])
     passed = whole_batches([[batch.bad for batch in batches] for batches in by_rank])
     for was, now, told in zip(clean, seen, passed, strict=True):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from data_pipeline.__main__ import main
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.stream import ReadConfig, Stream
 from tests.data_pipeline.random_shards import write_dataset
+from tests.tiny_data import write_tiny_dataset, write_tiny_sounds
 
 NUM_STEPS = 6
 
@@ -19,9 +21,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def traced(directory: Path, capsys: pytest.CaptureFixture[str], *options: str) -> list[tuple[int, int, list[str]]]:
+def traced(
+    directory: Path, capsys: pytest.CaptureFixture[str], *options: str, more: Sequence[Path] = ()
+) -> list[tuple[int, int, list[str]]]:
     """Step, rank and keys of every line that the command prints."""
-    main(["trace", str(directory), "--batch-size", "4", *options])
+    main(["trace", str(directory), *map(str, more), "--batch-size", "4", *options])
     rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
     return [(int(step), int(rank), keys.split()) for step, rank, keys in rows]
 
@@ -44,6 +48,33 @@ def test_lines_are_what_training_would_see(directory: Path, capsys: pytest.Captu
         )
         expected += [(batch.step, rank, batch.keys) for batch in batches]
     assert lines == sorted(expected)
+
+
+def test_several_directories_are_a_mixture(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_dataset(tmp_path / "more", [15, 10])
+    options = ["--weights", "3", "1", "--ranks", "2", "--epoch", "1"]
+    lines = traced(directory, capsys, *options, more=[tmp_path / "more"])
+    num_steps = (25 + 25) // 4
+    assert [(step, rank) for step, rank, _ in lines] == [
+        (step, rank) for step in range(num_steps, 2 * num_steps) for rank in range(2)
+    ]
+    keys = [int(key) for _, _, part in lines for key in part]
+    assert sum(key < 25 for key in keys) == 3 * num_steps
+    with pytest.raises(UserError, match=r"--weights must be 2 positive numbers, one for each DIR, got \[1\.0\]"):
+        traced(directory, capsys, "--weights", "1", more=[tmp_path / "more"])
+
+
+def test_directories_that_training_would_not_mix_are_refused(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tiny_sounds(tmp_path / "sounds", num_samples=40)
+    write_tiny_dataset(tmp_path / "larger", num_samples=40)
+    for more, message in (
+        (tmp_path / "sounds", r"sounds differ in medium \(picture and sound\)"),
+        (tmp_path / "larger", r"differ in input shape \(\(3, 8, 8\) and \(3, 16, 16\)\)"),
+    ):
+        with pytest.raises(UserError, match=message):
+            traced(directory, capsys, more=[more])
 
 
 @pytest.mark.parametrize(

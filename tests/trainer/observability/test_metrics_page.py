@@ -18,6 +18,7 @@ from trainer.train import train
 
 ELSEWHERE = {"perf/replay_fraction", "perf/mfu", "memory/gpu_gigabytes"}  # on a GPU
 ELSEWHERE |= {"perf/slowest_rank", "perf/slowest_rank_ratio"}  # on several ranks
+PLACES = {"probe": "probe/LABEL/", "mixture": "mixture/NAME/"}
 SETTINGS = {
     "supervised": ["objective={kind: supervised, label: base}"],
     "dino": ["objective={kind: dino, num_prototypes: 8}"],
@@ -37,16 +38,21 @@ def logged(data: Path, run_dir: RunDir, recipe: str, *settings: str) -> set[str]
     given = [f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}", *small, *off, *settings]
     train(resolve_recipe(recipe, given), run_dir, device=torch.device("cpu"), command="a test")
     return {
-        re.sub(r"^probe/(base|overlay)/", "probe/LABEL/", name) for entry in run_dir.read_metrics() for name in entry
+        re.sub(r"^(probe|mixture)/(base|overlay|data|other)/", lambda part: PLACES[part[1]], name)
+        for entry in run_dir.read_metrics()
+        for name in entry
     }
 
 
 @pytest.mark.slow
 def test_the_page_has_every_name_that_is_logged_and_no_other(tmp_path: Path) -> None:
-    write_tiny_pair(tmp_path / "data", num_train=35, num_test=20)
+    for name, num_train in (("data", 35), ("other", 33)):
+        write_tiny_pair(tmp_path / name, num_train=num_train, num_test=20)
+    sources = (f"data.mixture.{name}={{train_dir: {tmp_path}/{name}/train, weight: 1}}" for name in ("data", "other"))
     runs = {
         **{kind: ("debug:image", *SETTINGS.get(kind, [f"objective.kind={kind}"])) for kind in OBJECTIVES},
         "of a viewmaker": ("debug:viewmaker", "probe.online_every_steps=1"),
+        "of a mixture": ("debug:image", "data.train_dir=null", "data.mixture={}", *sources),
     }
     found = [logged(tmp_path / "data", RunDir(tmp_path / name), *settings) for name, settings in runs.items()]
     assert set().union(*found) == names_of_the_page() - ELSEWHERE
