@@ -139,7 +139,6 @@ FOR_FEW = {
     "sklearn",
     "soundfile",
     "timm",
-    "torchaudio",
     "wandb",
 }
 

@@ -171,19 +171,9 @@ def _filters(
     config: MelConfig, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, list[tuple[int, int, Tensor]]]:
     """Return the window, and the banks of bands: the first and the end of their parts of the spectrum, and weights."""
-    from torchaudio import functional as audio  # here, because no run on pictures needs it
-
     with torch.inference_mode(False):  # the cache must not keep inference tensors: training could not use them
         window = torch.hann_window(config.n_fft, dtype=torch.float64)
-        weights_FM: Tensor = audio.melscale_fbanks(
-            config.n_fft // 2 + 1,
-            f_min=0.0,
-            f_max=config.sample_rate / 2,
-            n_mels=config.num_mels,
-            sample_rate=config.sample_rate,
-            norm="slaney",
-            mel_scale="slaney",
-        ).to(device, dtype)
+        weights_FM = mel_weights(config).to(device, dtype)
         banks = []
         for part_FM in torch.split(weights_FM, _BANDS_A_BANK, dim=1):
             used = part_FM.any(dim=1).nonzero()
@@ -191,3 +181,18 @@ def _filters(
             weights_MX = part_FM[lowest:highest].T.repeat_interleave(2, dim=1)  # this layout is a third faster on a CPU
             banks.append((2 * lowest, 2 * highest, weights_MX.T))
         return window.to(device, dtype), banks
+
+
+def mel_weights(config: MelConfig) -> Tensor:
+    """Return the weight of each frequency in each band, (F, M) float32, with Slaney's mel (1998): triangles of area 1.
+
+    Their corners are equally far apart in mel: 15 mel reach to 1,000 Hz, and from there 27 mel to 6.4 times as much.
+    """
+    highest, a_mel = config.sample_rate / 2, math.log(6.4) / 27
+    highest_mel = highest * 3 / 200 if highest < 1_000 else 15 + math.log(highest / 1_000) / a_mel
+    mel = torch.linspace(0, highest_mel, config.num_mels + 2)
+    corners = torch.where(mel < 15, 200 / 3 * mel, 1_000 * torch.exp(a_mel * (mel - 15)))
+    left, peak, right = corners[:-2], corners[1:-1], corners[2:]
+    frequency_F1 = torch.linspace(0, config.sample_rate // 2, config.n_fft // 2 + 1)[:, None]
+    triangles_FM = torch.minimum((frequency_F1 - left) / (peak - left), (right - frequency_F1) / (right - peak))
+    return triangles_FM.clamp(min=0) * (2 / (right - left))

@@ -10,7 +10,6 @@ import pytest
 import soundfile
 import torch
 from numpy.typing import NDArray
-from torchaudio import functional as audio
 
 from data_pipeline.audio.sound_file import read_sound, resample, sound_facts
 
@@ -82,6 +81,7 @@ def burst(rate: int) -> NDArray[np.float64]:
 
 @pytest.mark.parametrize("from_rate", [8_000, 11_025, 22_050, 44_100, 48_000, 44_056])
 def test_resampled_points_are_exact_and_equal_torchaudios(from_rate: int) -> None:
+    audio = pytest.importorskip("torchaudio.functional")
     ours, facts = read_sound(encoded("WAV", "DOUBLE", burst(from_rate), rate=from_rate), sample_rate=RATE)
     assert facts.remarks[-1] == f"has {from_rate} points a second and is resampled to {RATE}"
     theirs = audio.resample(
