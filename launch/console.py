@@ -12,7 +12,7 @@ from data_pipeline.core.errors import run_command
 
 
 def _run(module: str) -> None:
-    run_command(importlib.import_module(module).main)
+    run_command(lambda: importlib.import_module(module).main())
 
 
 train = partial(_run, "launch.train")

@@ -89,7 +89,8 @@ def log_to_terminal(packages: Iterable[str] = ()) -> None:
 def run_command(main: Callable[[], None]) -> None:
     """Run the `main` of a command; print an error of the user's input as one line, without a traceback.
 
-    A `UserError`, or an `OSError` of the storage such as a full disk, becomes one line on stderr and exit status 2.
+    A `UserError`, an `OSError` of the storage such as a full disk, or another package with the name of one of ours
+    becomes one line on stderr and exit status 2.
     Ctrl-C ends with exit status 130, and a pipe that nothing reads any more with 141, as in a shell.
 
     A `main` should parse its arguments before it imports heavy modules, so that --help answers at once.
@@ -104,6 +105,13 @@ def run_command(main: Callable[[], None]) -> None:
         raise SystemExit(130) from None
     except UserError as error:
         print(f"error: {without_secrets(printable(str(error)))}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except ImportError as error:  # a package or file with the name of one of ours is found first
+        name = (error.name or "").partition(".")[0]
+        other, ours = getattr(sys.modules.get(name), "__file__", None), Path(__file__).resolve().parents[2] / name
+        if other is None or not (ours / "__init__.py").is_file() or Path(other).resolve().is_relative_to(ours):
+            raise
+        print(f"error: Python finds {name} at {other}, which hides {ours}; remove or rename it", file=sys.stderr)
         raise SystemExit(2) from None
     except BrokenPipeError:  # as in `launch/status.py RUNS | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that Python's last flush does not fail

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -58,3 +59,16 @@ def test_a_script_trains_from_any_directory_and_is_recorded_as_typed(
     run_dir = RunDir(tmp_path / "run")
     assert run_dir.latest_step() == 1
     assert run_dir.read_provenance()["starts"][0]["command"] == " ".join(["overlay-train", *words])
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", ["configs", "trainer"])
+def test_another_package_that_hides_one_of_ours_is_named_with_both_places(name: str, tmp_path: Path) -> None:
+    other = tmp_path / name / "__init__.py"
+    other.parent.mkdir()
+    other.touch()
+    environ = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "launch.train", "--list"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr == f"error: Python finds {name} at {other}, which hides {ROOT / name}; remove or rename it\n"
