@@ -1,12 +1,16 @@
-"""Install with `pip install -e .`; the extras `test`, `lint` and `docs` are what make's commands need."""
+"""Install with `pip install -e .`; the extras `tested`, `test`, `lint` and `docs` are what make's commands need."""
+
+import re
+from pathlib import Path
 
 from setuptools import find_packages, setup
 
 DEEPSPEED = "deepspeed==0.19.8"
+VERSION = re.findall('__version__ = "(.+)"', Path("trainer/__init__.py").read_text())[0]
 
 setup(
     name="feature-dropout",
-    version="0.1.0",
+    version=VERSION,
     description="Self-supervised learning at scale: do augmentations that destroy features help to learn more of them?",
     python_requires=">=3.11",
     packages=find_packages(include=["configs*", "data_pipeline*", "launch*", "trainer*"]),
@@ -32,10 +36,8 @@ setup(
         ]
     },
     install_requires=[
-        # Released as a matched set; an unpinned torch breaks the binaries of the others.
-        "torch==2.11.0",
-        "torchaudio==2.11.0",
-        "torchvision==0.26.0",
+        "torch>=2.9",
+        "torchvision>=0.24",
         "braceexpand>=0.1.7",
         "fsspec[http]>=2024.6",
         "jinja2>=3.1",
@@ -56,6 +58,8 @@ setup(
         "webdataset==1.0.2",
     ],
     extras_require={
+        # The newest torchaudio, which the tests compare with, and the versions that it was built with.
+        "tested": ["torch==2.11.0", "torchaudio==2.11.0", "torchvision==0.26.0"],
         "parquet": ["pyarrow>=15"],
         "test": [
             DEEPSPEED,
