@@ -21,6 +21,7 @@ COMMANDS = [
     ["launch/train.py"],
     ["launch/slurm.py"],
     ["launch/status.py"],
+    ["trainer"],
     *([f"trainer.{name}"] for name in ("probe", "analyze", "report", "export", "theory")),
     ["data_pipeline"],
     *(["data_pipeline", name] for name in OF_DATA_PIPELINE),

@@ -26,4 +26,5 @@ else:
         },
     )
 
+__version__ = "1.0.0rc1"
 __all__ = ["export_onnx", "load_encoder", "load_published", "reverse_gradient", "save_encoder", "save_pretrained"]

@@ -1,9 +1,10 @@
-"""A wheel holds every file of the packages and nothing else, and works in another directory."""
+"""A wheel, built from an sdist, holds every file of the packages and nothing else, and works where it is installed."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,7 +30,7 @@ print(trainer.__file__, launch.__file__)
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of the tracked files, built without a network."""
+    """The wheel of an sdist of the tracked files, alone in its directory, built without a network."""
     if tuple(map(int, metadata.version("setuptools").split(".")[:2])) < (70, 1) and not os.environ.get("CI"):
         pytest.skip("setuptools 70.1 or newer is needed to build a wheel")
     directory = tmp_path_factory.mktemp("wheel")
@@ -38,9 +39,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if path.parts[0] in {*ROOMS, "setup.py"}:
             (source / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(REPOSITORY / path, source / path)
-    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"  # as pip does
-    subprocess.run([sys.executable, "-c", build, str(directory)], cwd=source, check=True, capture_output=True)
-    (built,) = directory.glob("*.whl")
+    shutil.unpack_archive(build("sdist", source), directory)
+    (unpacked,) = directory.glob("feature_dropout-*")
+    return build("wheel", unpacked)
+
+
+def build(kind: str, source: Path) -> Path:
+    """Build the sdist or the wheel of a source directory as pip does, and return its path."""
+    code = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])('dist')"
+    subprocess.run([sys.executable, "-c", code, f"build_{kind}"], cwd=source, check=True, capture_output=True)
+    (built,) = source.joinpath("dist").iterdir()
     return built
 
 
@@ -50,10 +58,19 @@ def test_its_files_are_those_of_the_packages(wheel: Path) -> None:
     assert held == {str(path) for path in tracked_files() if path.parts[0] in ROOMS}
 
 
-def test_it_builds_trains_and_reports_in_another_directory(wheel: Path, tmp_path: Path) -> None:
+def test_the_changelog_and_the_citation_have_its_version(wheel: Path) -> None:
+    version = wheel.name.split("-")[1]
+    assert re.findall(r"^## (\S+)", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)[0] == version
+    assert f"\nversion: {version}\n" in (REPOSITORY / "CITATION.cff").read_text()
+
+
+def test_it_is_installed_from_a_directory_of_wheels_and_builds_trains_and_reports_elsewhere(
+    wheel: Path, tmp_path: Path
+) -> None:
     site = tmp_path / "site"
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site)
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--pre"]
+    install += ["--find-links", str(wheel.parent), "--target", str(site), "feature-dropout"]
+    subprocess.run(install, check=True, env=os.environ | {"PIP_CONFIG_FILE": os.devnull})
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     environment = os.environ | {"PYTHONPATH": str(site), "PYTHONSAFEPATH": "1", "WANDB_MODE": "disabled"}
