@@ -132,12 +132,6 @@ def _index(parser: argparse.ArgumentParser) -> None:
         f"{TAR_PICTURE_SIZE}).",
     )
     add(
-        "--value-range",
-        metavar="LOW..HIGH",
-        help="The values of pictures of more than 8 bits that become black and white, such as 0..4095 (default: those "
-        "of --classes-of, or all 16 bits).",
-    )
-    add(
         "--classes-of",
         metavar="LOCATION",
         type=Path,

@@ -254,7 +254,6 @@ def _plan(
         directory=unfinished,
         size=(source.image_size or 0) if isinstance(source, PictureFiles) else 0,
         num_measured=-(-_NUM_MEASURED * num_samples_per_shard // len(order)) if keep else 0,
-        value_range=source.value_range if isinstance(source, PictureFiles) else None,
     )
     return BuildPlan(ingredients, how_made, entry, labels, order, input_shape, num_samples_per_shard, keep, scan)
 

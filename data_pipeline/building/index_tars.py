@@ -40,7 +40,6 @@ from data_pipeline.core.errors import UserError, printable
 from data_pipeline.core.label_words import MAX_CLASSES, Classes, check_label_name, choose_classes
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY
-from data_pipeline.core.value_range import VALUE_RANGE, ValueRange
 from data_pipeline.overlays import OverlayInputs, PixelOverlay
 from data_pipeline.overlays.registry import kind_of, save_overlay
 from data_pipeline.storage.index import HASHES_NAME, NUMBERS_NAME, SAMPLES_NAME, TIMES_NAME, labels_name
@@ -80,7 +79,6 @@ def make_index(
     *,
     fields: Fields,
     size: int = TAR_PICTURE_SIZE,
-    value_range: ValueRange | None = None,
     classes_of: Path | None = None,
     overlay: PixelOverlay | None = None,
     split: Split = "train",
@@ -88,16 +86,15 @@ def make_index(
 ) -> tuple[Manifest, list[ScannedTar]]:
     """Index the tars of a location into the directory `out`. Return its manifest, and what was found in each tar.
 
-    Pictures are brought to `size` when they are read, and from `value_range` to 8 bits if they have more.
-    `classes_of` is an index whose class numbers are used; for a test set, the index of its train set. `overlay` is
-    drawn on the pictures when they are read, with digits of `split`.
+    Pictures are brought to `size` when they are read. `classes_of` is an index whose class numbers are used; for a test
+    set, the index of its train set. `overlay` is drawn on the pictures when they are read, with digits of `split`.
 
     Raises `UserError` if the location names no tars, no sample has a picture, a named label is in no sample, a value of
     a label is none of `classes_of`, or another process is making an index in `out`.
     """
     paths = listed_tars(location)
     num_measured = -(-_NUM_MEASURED // len(paths))
-    settings = ScanInputs(fields, out, size=size, num_measured=num_measured, value_range=value_range)
+    settings = ScanInputs(fields, out, size=size, num_measured=num_measured)
     with locked(out):
         tars: list[ScannedTar] = []
         num_samples = 0
@@ -125,7 +122,6 @@ def make_index(
                 dataset="tars" if entry is None else f"tars_{entry.kind}",
                 source=location if overlay is None else f"{location}{overlay.made_from}",
                 split=split,
-                source_options={} if value_range is None else {VALUE_RANGE: str(value_range)},
             ),
             input_shape=(len(mean), size, size),
             mean=mean,
@@ -335,10 +331,9 @@ def run(args: argparse.Namespace) -> None:
     if args.out is None and is_remote(args.location):
         raise UserError(f"{args.location} is remote; name a directory on this machine for its index by --out")
     out = args.out or index_directory(args.location)
-    given, size, value_range = Fields(), TAR_PICTURE_SIZE, ValueRange.parse(args.value_range)
+    given, size = Fields(), TAR_PICTURE_SIZE
     if args.classes_of is not None and (of_train := load_manifest(args.classes_of)).any_size:
         given, size = of_train.tars.fields, of_train.input_shape[1]
-        value_range = value_range or of_train.value_range
     size = size if args.size is None else args.size
     words = given.content if args.image is None else re.split("[;,]", args.image)
     fields = Fields(
@@ -350,7 +345,6 @@ def run(args: argparse.Namespace) -> None:
         out,
         fields=fields,
         size=size,
-        value_range=value_range,
         classes_of=args.classes_of,
         overlay=overlay_to_draw(args, size=size),
         split=args.split,

@@ -27,7 +27,6 @@ from data_pipeline.core.label_words import as_word, normal
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import BASE, NO_LABEL
 from data_pipeline.core.schema import MAX_CHARACTERS
-from data_pipeline.core.value_range import ValueRange
 from data_pipeline.remote.fetch import RemoteConfig, RemoteFile, fetch
 from data_pipeline.storage.index import MAX_MEMBER_BYTES, map_file, pack
 from data_pipeline.storage.locations import is_remote
@@ -130,7 +129,6 @@ class ScanInputs:
     directory: Path
     size: int = 0
     num_measured: int = 0
-    value_range: ValueRange | None = None
 
 
 def scan_tar(inputs: ScanInputs, task: tuple[int, str], *, is_built: bool = False) -> ScannedTar:
@@ -323,9 +321,7 @@ def _measure(
     for member in pictures:
         try:
             file = data[member.offset : member.offset + member.size]
-            picture = decode_square(file, size=inputs.size, value_range=inputs.value_range).numpy()
-            if sums[0] and len(sums) != 1 + 2 * len(picture):
-                raise ValueError(f"it has {len(picture)} channels, but others have {len(sums) // 2}")
+            picture = decode_square(file, size=inputs.size).numpy()
         except ValueError as error:
             left_out.add(_UNDECODED, f"{member.name}: {error}")
             continue
@@ -337,11 +333,9 @@ def _measure(
 def mean_and_std(tars: Sequence[ScannedTar]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the mean and the deviation of each channel, of the measured pictures.
 
-    The measured pictures of a tar stand for all its samples: a tar counts by its size. Tars of other channels than the
-    first do not count.
+    The measured pictures of a tar stand for all its samples: a tar counts by its size.
     """
     measured = [tar for tar in tars if tar.sums[0]]
-    measured = [tar for tar in measured if len(tar.sums) == len(measured[0].sums)]
     if not measured:
         reasons = [tar.left_out.first[_UNDECODED] for tar in tars if _UNDECODED in tar.left_out.first][:1]
         raise UserError(f"none of the pictures decodes ({'; '.join(reasons)}); name another field with --image")

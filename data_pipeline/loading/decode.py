@@ -7,6 +7,7 @@ Shapes: B samples, C channels, H height, W width, X points of all sounds end to 
 
 from __future__ import annotations
 
+import io
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,7 +27,6 @@ from data_pipeline.core.errors import printable
 from data_pipeline.core.random_crop import Crop, CropLaw, random_resized_crops
 from data_pipeline.core.sample import MASK_OUTSIDE, NO_LABEL, BadSample
 from data_pipeline.loading.picture_decode import decode_crops, decode_square, picture_size
-from data_pipeline.sources.picture_file import npy_values
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.png import decode_pngs
 from data_pipeline.storage.store import SampleStore
@@ -183,7 +184,7 @@ def _decode_pictures(
 
     There are two views, each of which is a crop, or one, the square in the middle if there are no `crops`.
     """
-    (num_channels, size, _), value_range = manifest.input_shape, manifest.value_range
+    num_channels, size, _ = manifest.input_shape
     errors: dict[int, str] = {}
     boxes: list[list[Crop]] = []
     if crops is not None:
@@ -200,12 +201,9 @@ def _decode_pictures(
             continue
         try:
             if of_row := [box[row] for box in boxes]:
-                views = decode_crops(file, of_row, size=size, value_range=value_range)
+                views_VBCHW[:, row] = decode_crops(file, of_row, size=size)
             else:
-                views = decode_square(file, size=size, value_range=value_range)[None]
-            if views.shape[1] != num_channels:
-                raise ValueError(f"it has {views.shape[1]} channels, but the dataset {num_channels}")
-            views_VBCHW[:, row] = views
+                views_VBCHW[:, row] = decode_square(file, size=size)
         except ValueError as error:
             errors[row] = str(error)
     return views_VBCHW, errors
@@ -217,11 +215,11 @@ def _decode_npys(files: Sequence[memoryview], shape: tuple[int, int, int]) -> tu
     errors: dict[int, str] = {}
     for row, file in enumerate(files):
         try:
-            pixels_CHW = npy_values(file).transpose(2, 0, 1)
+            pixels_CHW = npy_format.read_array(io.BytesIO(file)).transpose(2, 0, 1)
             if pixels_CHW.dtype != np.uint8 or pixels_CHW.shape != shape:
                 raise ValueError(f"it holds {pixels_CHW.dtype} of the shape {pixels_CHW.shape}")
-            pictures_BCHW[row] = torch.from_numpy(pixels_CHW.copy())
-        except ValueError as error:
+            pictures_BCHW[row] = torch.from_numpy(pixels_CHW)
+        except (ValueError, EOFError) as error:
             errors[row] = f"it is not a whole .npy of a build, {shape} uint8 ({error})"
     return pictures_BCHW, errors
 

@@ -2,7 +2,7 @@
 
 Reads the formats of `data_pipeline.sources.picture_file`, known by their content and not by their name. Pictures become
 RGB of 8 bits by the rules of that module, and stand upright as their metadata say; metadata behind the pixels of a PNG
-do not count. A `.npy` keeps its channels.
+do not count.
 
 An upright JPEG is decoded by simplejpeg at the smallest scale of 1, 1/2, 1/4 and 1/8 that still gives every crop its
 resolution. What simplejpeg refuses and all other files are decoded by Pillow at full size. Crops are of whole pixels,
@@ -17,7 +17,7 @@ Guarantees:
 - Bytes that are damaged in the middle of a file may become wrong pixels, if Pillow decodes it.
 - A file that cannot be decoded raises `ValueError` with one reason, whatever is wrong with it.
 
-Shapes: C channels (3, or those of a `.npy`), H rows, W columns, K crops.
+Shapes: C channels, which are 3, H rows, W columns, K crops.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import simplejpeg
@@ -36,14 +36,12 @@ from PIL import Image, ImageFile
 from torch import Tensor
 
 from data_pipeline.core.random_crop import Crop
-from data_pipeline.core.value_range import ValueRange
 from data_pipeline.sources.picture_file import (
     JPEG_FORMATS,
     decode_rgb,
     exif_orientation,
     middle_square,
     opened,
-    to_8_bits,
     turned,
     upright_size,
 )
@@ -60,7 +58,7 @@ def picture_size(file: memoryview) -> tuple[int, int]:
         return upright_size(picture)
 
 
-def decode_square(file: memoryview, *, size: int, value_range: ValueRange | None = None) -> Tensor:
+def decode_square(file: memoryview, *, size: int) -> Tensor:
     """Return the middle square of the upright picture: (C, size, size) uint8.
 
     The picture is resized until its shorter side has `size` pixels, and then cut, as a build does. Raises the errors of
@@ -71,7 +69,7 @@ def decode_square(file: memoryview, *, size: int, value_range: ValueRange | None
         new_height, new_width, top, left = middle_square(height, width, size)
         if new_height * new_width > (Image.MAX_IMAGE_PIXELS or math.inf):
             raise ValueError(f"it is {width}x{height} pixels, too long for its shorter side")
-        pixels_1CHW, eighths = _decode(file, picture, _enough_eighths(min(height, width), size), value_range)
+        pixels_1CHW, eighths = _decode(file, picture, _enough_eighths(min(height, width), size))
     # Scales in place of sizes, because the last pixel of a scaled picture may lie half outside of it. They are larger
     # by a trifle, so that rounding never loses a pixel of the result.
     scales = [(8 * new + 1e-6) / (eighths * old) for new, old in ((new_height, height), (new_width, width))]
@@ -79,9 +77,7 @@ def decode_square(file: memoryview, *, size: int, value_range: ValueRange | None
     return resized_1CHW[0, :, top : top + size, left : left + size]
 
 
-def decode_crops(
-    file: memoryview, crops: Sequence[Crop], *, size: int, value_range: ValueRange | None = None
-) -> Tensor:
+def decode_crops(file: memoryview, crops: Sequence[Crop], *, size: int) -> Tensor:
     """Return one or more regions of the upright picture, each resized to (size, size): (K, C, size, size) uint8.
 
     The resize is bilinear with antialiasing. The crops must lie inside the picture, whose size `picture_size` tells.
@@ -91,7 +87,7 @@ def decode_crops(
     """
     shortest = min(side for crop in crops for side in (crop.height, crop.width))
     with opened(file) as picture:
-        pixels_1CHW, eighths = _decode(file, picture, _enough_eighths(shortest, size), value_range)
+        pixels_1CHW, eighths = _decode(file, picture, _enough_eighths(shortest, size))
     views = []
     for crop in crops:
         top, left, bottom, right = _scaled_edges(crop, eighths)
@@ -112,16 +108,12 @@ def _scaled_edges(crop: Crop, eighths: int) -> tuple[int, int, int, int]:
     return top, left, bottom, right
 
 
-def _decode(
-    file: memoryview, picture: ImageFile.ImageFile | NDArray[Any], eighths: int, value_range: ValueRange | None
-) -> tuple[Tensor, int]:
+def _decode(file: memoryview, picture: ImageFile.ImageFile, eighths: int) -> tuple[Tensor, int]:
     """Return the upright pixels, (1, C, H, W) uint8, and the eighths of the full size at which they were decoded.
 
     In their memory format, channels-last, torch resizes uint8 with AVX2 and no repacking, in half of the time.
     Pillow decides about every file that simplejpeg refuses; it ignores wrong bytes between the parts of a JPEG.
     """
-    if isinstance(picture, np.ndarray):
-        return _as_batch(np.array(to_8_bits(picture, value_range), order="C")), 8
     orientation, size = exif_orientation(picture), picture.size
     # simplejpeg has other rules for four colours.
     if picture.format in JPEG_FORMATS and picture.mode in {"L", "RGB"} and orientation == 1:
@@ -130,7 +122,7 @@ def _decode(
             # simplejpeg takes the smallest scale at which the picture is no smaller than this, so the one asked for.
             pixels_HWC = simplejpeg.decode_jpeg(file, min_height=height, min_width=width)
             return _as_batch(pixels_HWC), eighths
-    rgb = decode_rgb(picture, value_range)
+    rgb = decode_rgb(picture)
     if rgb.size != size:
         raise ValueError("its pixels do not have the size in its header")
     return _as_batch(np.array(turned(rgb, orientation))), 8

@@ -9,18 +9,15 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, replace
-from typing import IO, Any, Final, Literal
+from typing import IO, Final, Literal
 
 import numpy as np
-from numpy.typing import NDArray
-from PIL import ImageFile
 
 from data_pipeline.audio.sound_file import LEAST_SECONDS, SILENT, CutOffError, sound_facts
 from data_pipeline.core.sample import Medium
 from data_pipeline.sources.files import ending_of, medium_of
 from data_pipeline.sources.picture_file import (
     JPEG_FORMATS,
-    SCALED_BY_PILLOW,
     UnreadableError,
     decode_rgb,
     opened,
@@ -55,9 +52,8 @@ class Examined:
         mode: Pillow's mode of a picture, such as "RGB"; the coding of a sound, such as "PCM_16".
         size: width and height of a picture in pixels, as they are stored.
         rate: points a second of a sound.
-        channels: of a sound, or of a `.npy`.
+        channels: of a sound.
         seconds: the length of a sound.
-        limits: the lowest and the highest value of a decoded picture of more than 8 bits.
         fault: why it cannot be used: "empty", "not one" (of the medium that its name says), "damaged", "truncated", or
             "unreadable", which is whole.
         findings: what is odd about a file that can be used: its name says another format, it is an archive, one colour,
@@ -73,7 +69,6 @@ class Examined:
     rate: int | None = None
     channels: int | None = None
     seconds: float | None = None
-    limits: tuple[float, float] | None = None
     fault: Fault | None = None
     findings: tuple[Finding, ...] = ()
     reason: str = ""
@@ -107,36 +102,21 @@ def _picture(file: IO[bytes], *, full: bool) -> Examined:
     examined, values, is_whole = Examined("picture"), None, True
     try:
         with opened(file) as picture:
-            if isinstance(picture, np.ndarray):
-                (height, width, num_channels), values = picture.shape, picture
-                mode, size = str(picture.dtype), (width, height)
-                examined = Examined("picture", "NPY", mode, size, channels=num_channels)
-            else:
-                kind, size = "JPEG" if picture.format in JPEG_FORMATS else picture.format or "", picture.size
-                examined = Examined("picture", kind, picture.mode, size)
-                start = file.tell()
-                is_whole = _is_whole(kind, file)
-                file.seek(start)
-                is_deep = picture.mode[0] in "IF" and kind not in SCALED_BY_PILLOW
-                if full or not is_whole or (is_deep and picture.mode in "IF"):  # whose values alone tell their range
-                    values = _decoded(picture, is_deep=is_deep)
+            kind, size = "JPEG" if picture.format in JPEG_FORMATS else picture.format or "", picture.size
+            examined = Examined("picture", kind, picture.mode, size)
+            start = file.tell()
+            is_whole = _is_whole(kind, file)
+            file.seek(start)
+            if full or not is_whole or picture.mode in ("I", "F"):  # which may be refused
+                picture.draft(None, _DRAFT)
+                values = np.asarray(decode_rgb(picture))
     except ValueError as error:
         fault: Fault = "unreadable" if isinstance(error, UnreadableError) else "damaged" if is_whole else "truncated"
         return replace(examined, fault=fault, reason=str(error))
     if values is None:
         return examined
-    limits = None if values.dtype == np.uint8 else (float(values.min()), float(values.max()))
     findings: tuple[Finding, ...] = ("constant",) if (values == values[0, 0]).all() else ()
-    return replace(examined, findings=findings, limits=limits, is_decoded=True)
-
-
-def _decoded(picture: ImageFile.ImageFile, *, is_deep: bool) -> NDArray[Any]:
-    """Return the pixels of a picture, of a JPEG in a small size; as they are stored if they have more than 8 bits."""
-    if is_deep:
-        picture.load()
-        return np.asarray(picture)
-    picture.draft(None, _DRAFT)
-    return np.asarray(decode_rgb(picture))
+    return replace(examined, findings=findings, is_decoded=True)
 
 
 def _is_whole(kind: str, file: IO[bytes]) -> bool:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import SOURCE_OPTION
 from data_pipeline.core.sample import Record
 from data_pipeline.core.schema import ImageSize, Schema
-from data_pipeline.core.value_range import ValueRange
 from data_pipeline.sources import SourceInputs, first_record
 from data_pipeline.sources.layout import Layout
 from data_pipeline.sources.picture_file import read_pixels
@@ -26,16 +25,13 @@ class PictureFiles(SplitFiles):
         description: the kind of source, for the manifest.
         image_size: the size to which each picture is brought, as torchvision's `Resize` and `CenterCrop` do; if it is
             None, all must have the size of the first.
-        value_range: of files of more than 8 bits; None if there are none, or if they name their own.
 
     Reading a record raises `UserError` with the name of the file if it does not decode or has another size.
     """
 
-    def __init__(
-        self, found: Layout, description: str, *, image_size: int | None, value_range: ValueRange | None
-    ) -> None:
+    def __init__(self, found: Layout, description: str, *, image_size: int | None) -> None:
         super().__init__(found, description)
-        self.image_size, self.value_range = image_size, value_range
+        self.image_size = image_size
         self._first, self._shape = "", tuple[int, ...]()
         first = first_record(self, range(len(found.names)))
         self._first, self._shape = first.file, first.content.shape
@@ -45,16 +41,13 @@ class PictureFiles(SplitFiles):
         return self._names[number]
 
     def __getitem__(self, number: int) -> Record:
-        decode = partial(read_pixels, image_size=self.image_size, value_range=self.value_range)
         name = self.name(number)
-        pixels = self.files.decoded(name, decode)
+        pixels = self.files.decoded(name, partial(read_pixels, image_size=self.image_size))
         if self._shape and pixels.shape != self._shape:
-            seen, first = (
-                f"{width}x{height} pixels of {num} channels" for height, width, num in (pixels.shape, self._shape)
-            )
+            seen, first = (f"{width}x{height} pixels" for height, width, _ in (pixels.shape, self._shape))
             raise UserError(
                 f"{self.files.root / name} is {seen} but {self.files.root / self._first} is {first}; bring all "
-                f"pictures to one size with {SOURCE_OPTION} image_size=N, and leave out those of other channels"
+                f"pictures to one size with {SOURCE_OPTION} image_size=N"
             )
         return Record(pixels, name)
 
@@ -63,11 +56,9 @@ class FolderOptions(SplitOptions):
     """The options of the source folder. They stand in the description of the source.
 
     image_size: width and height in pixels to which each picture is brought; by default, all must have one size.
-    value_range: the values of files of more than 8 bits that become 0 and 255, such as 0..4095.
     """
 
     image_size: ImageSize | None = Field(None, exclude=True)
-    value_range: Annotated[str, BeforeValidator(lambda given: str(ValueRange.parse(given)))] | None = None
 
 
 class Folder:
@@ -80,9 +71,4 @@ class Folder:
         options = given.read(FolderOptions)
         _, found = open_split(given, "picture", options)
         size = "" if options.image_size is None else f", middle {options.image_size}x{options.image_size}"
-        return PictureFiles(
-            found,
-            f"{found.kind}{size}{found.drawn}",
-            image_size=options.image_size,
-            value_range=ValueRange.parse(options.value_range),
-        )
+        return PictureFiles(found, f"{found.kind}{size}{found.drawn}", image_size=options.image_size)

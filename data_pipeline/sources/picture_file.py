@@ -1,21 +1,18 @@
-"""Read picture files of the formats in `FORMATS` as upright RGB pixels of 8 bits a channel, and `.npy` as it is.
+"""Read picture files of the formats in `FORMATS` as upright RGB pixels of 8 bits a channel.
 
 - Knows a format by its content, not by the file's name. Other formats that Pillow reads are refused: some start other
   programs, are drawings without pixels, or are known by their name alone.
 - Reads only files of at most twice Pillow's `MAX_IMAGE_PIXELS`, which is checked before any pixel is decoded.
 - Applies the orientation that a camera wrote into EXIF.
 - Lays transparent pixels over white, in every mode that has transparency. Refuses a transparent colour of 16-bit RGB.
-- Brings grey values of 16 bits to 8 bits, rounded, from the range that their file has, or from a `ValueRange`. 32-bit
-  numbers and floats need a `ValueRange`. Colours of 16 bits lose their lower 8, as in Pillow.
+- Brings grey values of 12 or 16 bits to 8 bits, rounded. Colours of 16 bits lose their lower 8, as in Pillow. Refuses
+  32-bit numbers and floats, whose range is not known.
 - Reads the first picture of a file with several, such as an animation. Ignores colour profiles.
-- A `.npy` holds one picture, (H, W), (H, W, C) or (C, H, W), and keeps its channels. If two axes beside each other are
-  equal, they are H and W; otherwise the shorter one of the first and the last axis is C.
 """
 
 from __future__ import annotations
 
 import io
-import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,11 +20,8 @@ from importlib import import_module
 from typing import IO, Any, Final
 
 import numpy as np
-from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 from PIL import Image, ImageFile, ImageOps, TiffImagePlugin, UnidentifiedImageError
-
-from data_pipeline.core.value_range import HOW_TO_GIVE, ValueRange
 
 warnings.filterwarnings("ignore", module=r"PIL\.")  # of damaged EXIF, for example, which many pictures have
 
@@ -45,13 +39,11 @@ _SAMPLES_PER_PIXEL: Final = 277  # the number of the tag of TIFF
 _ORIENTATIONS: Final = range(1, 9)  # 1 is upright
 _TURNED_BY_90_DEGREES: Final = range(5, 9)
 _BACKGROUND: Final = (255, 255, 255)
-_16_BITS: Final = ValueRange(0, 65_535)
-SCALED_BY_PILLOW: Final = frozenset({"PPM", "JPEG2000"})  # to 16 bits, because a file names the range of its values
+_SCALED_BY_PILLOW: Final = frozenset({"PPM", "JPEG2000"})  # to 16 bits, because a file names the range of its values
 # Pillow's names of the layouts of PNGs whose transparent colour it does not bring to 8 bits with the pixels.
 _GREY_STEPS: Final = {"L;2": 85, "L;4": 17}  # the step of 8 bits between two levels of grey
 _HEIF_BRANDS: Final = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})
 _LONGEST_START: Final = 12  # bytes by which formats are known here
-_MAX_NPY_HEADER: Final = 10_000
 _TIFF_STARTS: Final = frozenset({b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"})
 
 
@@ -59,22 +51,16 @@ class UnreadableError(ValueError):
     """A picture that is whole and is not read, with the reason and the mend."""
 
 
-def read_pixels(
-    file: PictureData, *, image_size: int | None = None, value_range: ValueRange | None = None
-) -> NDArray[np.uint8]:
-    """Return the pixels of an upright picture, (H, W, C) uint8; with `image_size`, its middle square in that size.
+def read_pixels(file: PictureData, *, image_size: int | None = None) -> NDArray[np.uint8]:
+    """Return the pixels of an upright picture, (H, W, 3) uint8; with `image_size`, its middle square in that size.
 
-    The square is that of torchvision's `Resize` and `CenterCrop`, of a large JPEG to three levels. C is 3, or of a
-    `.npy` as in the file. Raises `ValueError` with the reason if the file cannot be read.
+    The square is that of torchvision's `Resize` and `CenterCrop`, of a large JPEG to three levels. Raises `ValueError`
+    with the reason if the file cannot be read.
     """
     with opened(file) as picture:
-        if isinstance(picture, np.ndarray):
-            planes = [Image.fromarray(plane_HW) for plane_HW in np.moveaxis(to_8_bits(picture, value_range), -1, 0)]
-            return np.stack([np.asarray(_middle(plane, image_size)) for plane in planes], axis=-1)
         if image_size is not None and picture.width % 8 == picture.height % 8 == 0:  # so its shape is kept
             picture.draft(None, (2 * image_size, 2 * image_size))  # a JPEG at 1/8, 1/4 or 1/2, in a quarter of the time
-        upright = turned(decode_rgb(picture, value_range), exif_orientation(picture))
-        return np.asarray(_middle(upright, image_size))
+        return np.asarray(_middle(turned(decode_rgb(picture), exif_orientation(picture)), image_size))
 
 
 def _middle(picture: Image.Image, image_size: int | None) -> Image.Image:
@@ -85,53 +71,29 @@ def _middle(picture: Image.Image, image_size: int | None) -> Image.Image:
     return resized.crop((left, top, left + image_size, top + image_size))
 
 
-def decode_rgb(picture: ImageFile.ImageFile, value_range: ValueRange | None = None) -> Image.Image:
+def decode_rgb(picture: ImageFile.ImageFile) -> Image.Image:
     """Decode an opened picture to mode "RGB" by the rules in the module's docstring. Does not turn it upright.
 
     Raises `ValueError` for values of an unknown range, and Pillow's errors.
     """
-    grey_range = value_range
-    if picture.format in SCALED_BY_PILLOW and picture.mode != "F":
-        grey_range = _16_BITS
-    elif value_range is None and picture.mode.startswith("I;16"):
-        grey_range = ValueRange(0, 4_095) if _layout(picture) == "I;12" else _16_BITS
-    return _to_rgb(_loaded(picture, value_range), grey_range)
-
-
-def _loaded(picture: ImageFile.ImageFile, value_range: ValueRange | None) -> Image.Image:
-    """Decode the pixels of an opened picture. Raises `ValueError` if Pillow would lose some of what it holds."""
     colour, layout = picture.info.get("transparency"), _layout(picture)
-    if ";16" in layout and picture.mode[0] not in "IF":
-        if picture.format == "PNG" and colour is not None:  # Pillow keeps 8 bits, which colours may share
-            raise UnreadableError("one colour of its 16 bits is transparent; save it with an alpha channel")
-        if value_range is not None:
-            raise UnreadableError(
-                "Pillow reads 8 of the 16 bits of its colours, so it has no range of values; save a .npy"
-            )
+    if picture.format == "PNG" and colour is not None and ";16" in layout and picture.mode[0] not in "IF":
+        # Pillow keeps 8 bits, which colours may share.
+        raise UnreadableError("one colour of its 16 bits is transparent; save it with an alpha channel")
     if isinstance(picture, TiffImagePlugin.TiffImageFile):
         num_channels, num_read = picture.tag_v2.get(_SAMPLES_PER_PIXEL, 1), len(picture.getbands())
         if num_channels > num_read:
-            raise UnreadableError(
-                f"Pillow reads {num_read} of its {num_channels} channels; save those you need as a .npy"
-            )
+            raise UnreadableError(f"Pillow reads {num_read} of its {num_channels} channels; save those you need")
     # A Pillow that scales the colour itself would give one that is too large to be scaled again, or 0.
     step = _GREY_STEPS.get(layout, 1) if picture.format == "PNG" else 1
     if isinstance(colour, int) and colour * step <= 255:
         picture.info["transparency"] = colour * step
     picture.load()
-    return picture
-
-
-def _layout(picture: ImageFile.ImageFile) -> str:
-    """Return Pillow's name of how the pixels lie in the file, such as "RGB;16B"; "" if it has none."""
-    layout = picture.tile[0][3] if picture.tile else ""
-    return str(layout[0] if isinstance(layout, tuple) else layout)
-
-
-def _to_rgb(picture: Image.Image, grey_range: ValueRange | None) -> Image.Image:
     if picture.mode[0] in "IF":
+        if not picture.mode.startswith("I;16") and (picture.format not in _SCALED_BY_PILLOW or picture.mode == "F"):
+            raise UnreadableError(f"its values of mode {picture.mode} have an unknown range; save it in 8 bits")
         values_HW = np.asarray(picture)
-        grey_HW = to_8_bits(values_HW, grey_range)
+        grey_HW = np.rint(values_HW * (255 / (4_095 if layout == "I;12" else 65_535))).astype(np.uint8)
         if "transparency" in picture.info:
             grey_HW[values_HW == picture.info["transparency"]] = 255
         return Image.fromarray(grey_HW).convert("RGB")
@@ -141,20 +103,10 @@ def _to_rgb(picture: Image.Image, grey_range: ValueRange | None) -> Image.Image:
     return picture.convert("RGB")
 
 
-def to_8_bits(values: NDArray[Any], value_range: ValueRange | None) -> NDArray[np.uint8]:
-    """Bring values to 8 bits, rounded: the range becomes 0 to 255, what is outside of it 0 or 255. 8 bits stay.
-
-    Raises `ValueError` if the range is needed and not given, or if a value is nan.
-    """
-    if values.dtype == np.uint8:
-        return values
-    if value_range is None:
-        raise UnreadableError(f"its values are {values.dtype}, whose range is not known; {HOW_TO_GIVE}")
-    low, high = value_range
-    if np.isnan(values).any():
-        raise UnreadableError("some of its values are nan; write numbers in their place")
-    scaled = (np.clip(values.astype(np.float64), low, high) - low) * 255 / (high - low)
-    return np.rint(scaled).astype(np.uint8)
+def _layout(picture: ImageFile.ImageFile) -> str:
+    """Return Pillow's name of how the pixels lie in the file, such as "RGB;16B"; "" if it has none."""
+    layout = picture.tile[0][3] if picture.tile else ""
+    return str(layout[0] if isinstance(layout, tuple) else layout)
 
 
 def middle_square(height: int, width: int, size: int) -> tuple[int, int, int, int]:
@@ -168,8 +120,8 @@ def middle_square(height: int, width: int, size: int) -> tuple[int, int, int, in
 
 
 @contextmanager
-def opened(file: PictureData) -> Iterator[ImageFile.ImageFile | NDArray[Any]]:
-    """Yield a picture of one of `FORMATS`, of which the header has been read; of a `.npy` its values, (H, W, C).
+def opened(file: PictureData) -> Iterator[ImageFile.ImageFile]:
+    """Yield a picture of one of `FORMATS`, of which the header has been read.
 
     Every error of opening it, and of decoding it in the block, becomes `ValueError` with the reason.
     """
@@ -177,19 +129,14 @@ def opened(file: PictureData) -> Iterator[ImageFile.ImageFile | NDArray[Any]]:
     start = stream.read(_LONGEST_START)
     stream.seek(0)
     try:
-        if start.startswith(npy_format.MAGIC_PREFIX):
-            yield _of_one_picture(npy_values(file if isinstance(file, bytes | memoryview) else file.read()))
-            return
         with _open(stream, start) as picture:
             yield picture
     except Image.DecompressionBombError:
         raise ValueError(f"it has more than {2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels") from None
     except UnidentifiedImageError:
         if start[:4] in _TIFF_STARTS:
-            raise ValueError(
-                "it is a damaged TIFF, or one of channels that Pillow does not read; save a .npy"
-            ) from None
-        raise ValueError(f"it is not a picture of a known format ({', '.join(FORMATS)}, NPY)") from None
+            raise ValueError("it is a damaged TIFF, or one of channels that Pillow does not read") from None
+        raise ValueError(f"it is not a picture of a known format ({', '.join(FORMATS)})") from None
     except (MemoryError, UnreadableError):
         raise
     except Exception as error:  # Pillow raises nearly every kind for a damaged file
@@ -211,38 +158,8 @@ def _open(stream: IO[bytes], start: bytes) -> ImageFile.ImageFile:
     return Image.open(stream, formats=("HEIF",))
 
 
-def npy_values(file: bytes | memoryview) -> NDArray[Any]:
-    """Return the numbers of a `.npy` as a view of the file; nothing is unpickled, and no memory is taken.
-
-    Raises `ValueError` if it is damaged or cut short, or holds something else than numbers.
-    """
-    start = io.BytesIO(file[:_MAX_NPY_HEADER])
-    npy_format.read_magic(start)
-    shape, is_fortran, dtype = npy_format.read_array_header_1_0(start)
-    if dtype.kind not in "biuf":
-        raise UnreadableError(f"a .npy of the type {dtype} holds no picture; save whole numbers or floats")
-    num_bytes, expected = len(file) - start.tell(), math.prod(shape) * dtype.itemsize
-    if num_bytes != expected or not expected:
-        raise ValueError(f"a .npy of the shape {shape} holds {expected:,} bytes, not {num_bytes:,}")
-    return np.frombuffer(file, dtype, offset=start.tell()).reshape(shape, order="F" if is_fortran else "C")
-
-
-def _of_one_picture(values: NDArray[Any]) -> NDArray[Any]:
-    """Return the values of a `.npy` as (H, W, C). Raises `ValueError` if their shape is not that of one picture."""
-    shape = values.shape
-    if values.ndim == 2:
-        values = values[:, :, None]
-    elif values.ndim != 3:
-        raise UnreadableError(f"its shape is {shape}; save one picture, (H, W), (H, W, C) or (C, H, W), to a file")
-    elif shape[0] != shape[1] and (shape[1] == shape[2] or shape[0] < shape[2]):
-        values = values.transpose(1, 2, 0)
-    return values
-
-
-def upright_size(picture: ImageFile.ImageFile | NDArray[Any]) -> tuple[int, int]:
+def upright_size(picture: ImageFile.ImageFile) -> tuple[int, int]:
     """Return height and width of an opened picture after it is turned upright, (H, W)."""
-    if isinstance(picture, np.ndarray):
-        return picture.shape[0], picture.shape[1]
     is_turned = exif_orientation(picture) in _TURNED_BY_90_DEGREES
     return picture.size if is_turned else (picture.height, picture.width)
 

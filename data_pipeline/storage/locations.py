@@ -20,7 +20,7 @@ TARS_NAME: Final = "tars.txt"  # of an index: the path or URL of each tar, a lin
 # The endings of picture files without a dot, with Pillow's name of the format that each of them says.
 PICTURE_ENDINGS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("jpg", "jpeg", "jpe", "jfif", "mpo"), "JPEG"),
-    **{form.lower(): form for form in ("PNG", "WEBP", "BMP", "GIF", "AVIF", "ICO", "QOI", "DDS", "TGA", "NPY")},
+    **{form.lower(): form for form in ("PNG", "WEBP", "BMP", "GIF", "AVIF", "ICO", "QOI", "DDS", "TGA")},
     **dict.fromkeys(("tif", "tiff"), "TIFF"),
     **dict.fromkeys(("ppm", "pgm", "pbm", "pnm", "pfm"), "PPM"),
     **dict.fromkeys(("jp2", "j2k", "jpx"), "JPEG2000"),

@@ -26,7 +26,6 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.label_words import MAX_CLASSES, as_number
 from data_pipeline.core.sample import Layout, Medium
 from data_pipeline.core.schema import LabelName, Line, Schema, Share
-from data_pipeline.core.value_range import VALUE_RANGE, ValueRange
 from data_pipeline.storage.locations import MANIFEST_NAME, PICTURE_FIELDS, dataset_directory, names_tars
 
 OVERLAY_NAME: Final = "overlay.safetensors"  # the assets of an online overlay
@@ -213,11 +212,6 @@ class Description(Schema):
     def stored_labels(self) -> dict[str, LabelEntry]:
         """Return those of `labels` that are stored with the samples: without those of an online overlay."""
         return {name: label for name, label in self.labels.items() if label.given_by == "source" or not self.is_online}
-
-    @property
-    def value_range(self) -> ValueRange | None:
-        """Return the range of the values of stored files that have more than 8 bits; None if none was named."""
-        return ValueRange.parse(self.how_made.source_options.get(VALUE_RANGE))
 
     @property
     def is_online(self) -> bool:

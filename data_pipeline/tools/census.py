@@ -33,16 +33,14 @@ class Census:
     """What some files are.
 
     Attributes:
-        kinds: how many are alike, as `Examined` with a length in whole tenths of a second, and no limits and reason.
+        kinds: how many are alike, as `Examined` with a length in whole tenths of a second, and no reason.
         num_bytes: the size of all files together.
-        limits: the lowest and the highest value of the decoded pictures of each mode of more than 8 bits.
         remarks: for each fault and finding, the names of the files, with the reasons of faults.
         digest_N: (N,) uint64, equal for equal files, and hardly ever for others.
     """
 
     kinds: Counter[Examined] = field(default_factory=Counter)
     num_bytes: int = 0
-    limits: dict[str, tuple[float, float]] = field(default_factory=dict)
     remarks: dict[str, dict[str, str]] = field(default_factory=dict)
     digest_N: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
 
@@ -67,10 +65,7 @@ class Census:
         for remark in (found.fault,) if found.fault is not None else (*found.findings, *nameless):
             self.remarks.setdefault(remark, {})[name] = found.reason
         seconds = None if found.seconds is None else round(found.seconds, 1)
-        self.kinds[replace(found, seconds=seconds, limits=None, reason="")] += 1
-        if found.limits is not None:
-            low, high = self.limits.get(found.mode, found.limits)
-            self.limits[found.mode] = min(low, found.limits[0]), max(high, found.limits[1])
+        self.kinds[replace(found, seconds=seconds, reason="")] += 1
 
 
 def take_census(files: Files, *, num_decoded_bytes: int | None, num_workers: int, title: str) -> Census:

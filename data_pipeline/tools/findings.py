@@ -30,7 +30,7 @@ _OF_FILES: Final = {
     "empty": ("empty", _AGAIN),
     "truncated": ("cut short", _AGAIN),
     "damaged": ("damaged", _AGAIN),
-    "unreadable": ("whole, but not read", "save them as a PNG or a .npy; the commands leave them out"),
+    "unreadable": ("whole, but not read", "save them as a PNG of 8 bits; the commands leave them out"),
     "not one": ("not what their names say", "download them again; the commands leave them out"),
     "other name": ("named as another format", "nothing: they are read by their content"),
     "archive": ("an archive, so its files are not read", "unpack it beside the others, or look at it alone"),

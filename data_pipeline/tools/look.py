@@ -143,10 +143,8 @@ def _rows(place: Place, files: Files) -> Iterator[tuple[str, str]]:
     if rates := census.count("sound", "rate"):
         yield "rate", _counted(rates, "{0[0]:,} points a second")
         yield "length", _from_to(f"{pick(census.count('sound', 'seconds'))[0]:g}" for pick in (min, max)) + " s"
-    if channels := census.count("picture", "channels") + census.count("sound", "channels"):
+    if channels := census.count("sound", "channels"):
         yield "channels", _counted(channels, "{0[0]}")
-    for mode, (low, high) in census.limits.items():
-        yield "values", f"{low:,.6g} to {high:,.6g} ({mode})"
     if others := Counter(ending_of(name) or name for name in files.names if not medium_of(name)):
         yield "others", ", ".join(f"{num:,} {word}" for word, num in others.most_common(_NUM_CLASSES))
     if layout is not None:
@@ -209,7 +207,6 @@ def _as_json(place: Place) -> dict[str, Any]:
         "path": place.path,
         "num_bytes": place.census.num_bytes,
         "kinds": [{**asdict(kind), "num": num} for kind, num in place.census.kinds.most_common()],
-        "limits": place.census.limits,
         "problems": [asdict(problem) for problem in place.problems],
     }
     if (layout := place.layout) is not None:

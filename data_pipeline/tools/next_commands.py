@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -10,18 +10,13 @@ import numpy as np
 
 from data_pipeline.core.options import SOURCE_OPTION
 from data_pipeline.core.sample import Medium
-from data_pipeline.core.value_range import VALUE_RANGE, ValueRange
 from data_pipeline.sources.known_layouts import TEST, TRAIN
 from data_pipeline.sources.layout import Layout
-from data_pipeline.tools.census import Census
 from data_pipeline.tools.findings import Place
 
 TEST_SHARE: Final = 0.2
 _DATA: Final = ("python", "-m", "data_pipeline")
 _SIZE: Final = 32  # pixels, to which pictures are brought: a CPU trains on them in minutes
-_RGB: Final = 3  # channels
-_OF_COLOURS: Final = ("jitter", "grayscale")  # what views of other channels leave out
-_MOST_BITS: Final = 14  # of 16, below which pictures would be nearly black
 _BATCH: Final = 64  # samples, of the recipes for a CPU
 _DATASETS: Final[dict[Medium, str]] = {"picture": "folder", "sound": "sounds"}
 _RECIPES: Final[dict[Medium, str]] = {"picture": "simclr:folder_small", "sound": "audio:folder_small"}
@@ -49,16 +44,15 @@ def commands(places: Sequence[Place]) -> list[list[str]]:
 def _of_tars(tars: Sequence[tuple[str, Place]]) -> list[list[str]]:
     """Return the commands that index tars, and of the one that trains on the first two."""
     found: list[list[str]] = []
-    for location, place in tars:
+    for location, _ in tars:
         words = [*_DATA, "index", location]
         if found:
             words += ["--classes-of", tars[0][0]]
         else:
             words += ["--size", str(_SIZE)]
-            words += [f"--value-range={value}" for value in _value_range(place.census.limits).values()]
         found.append(words)
     if len(tars) > 1:
-        found.append(_train("picture", tars[0][0], tars[1][0], len(tars[0][1].is_good), tars[0][1].census))
+        found.append(_train("picture", tars[0][0], tars[1][0], len(tars[0][1].is_good)))
     return found
 
 
@@ -66,7 +60,7 @@ def _of_files(place: Place, root: Path, layout: Layout) -> list[list[str]]:
     is_good, num_train = place.is_good, int((1 - TEST_SHARE) * np.count_nonzero(place.is_good))
     options: dict[str, object] = {}
     if layout.medium == "picture":
-        options = {"image_size": _SIZE, **_value_range(place.census.limits)}
+        options = {"image_size": _SIZE}
     if place.labels is not None:
         options["labels"] = place.labels
     if layout.split_N is None:
@@ -79,27 +73,11 @@ def _of_files(place: Place, root: Path, layout: Layout) -> list[list[str]]:
     if num_bad := np.count_nonzero(~is_good):
         build += ["--skip-bad", str(num_bad)]
     build += ["--split", "both", "--out", out]
-    return [build, _train(layout.medium, f"{out}/{TRAIN}", f"{out}/{TEST}", num_train, place.census)]
+    return [build, _train(layout.medium, f"{out}/{TRAIN}", f"{out}/{TEST}", num_train)]
 
 
-def _value_range(limits: Mapping[str, tuple[float, float]]) -> dict[str, object]:
-    """Return the range of the values of pictures of more than 8 bits, if their files name none or use a part of it."""
-    unscaled = [of_mode for mode, of_mode in limits.items() if not mode.startswith("I;16")]
-    if unscaled:
-        low, high = min(low for low, _ in unscaled), max(high for _, high in unscaled)
-        if 0 <= low <= high <= 1:
-            low, high = 0, 1
-        return {VALUE_RANGE: str(ValueRange(low, high if high > low else low + 1))}
-    num_bits = max((int(high).bit_length() for _, high in limits.values()), default=16)
-    return {} if num_bits > _MOST_BITS else {VALUE_RANGE: 2 ** max(num_bits, 8) - 1}
-
-
-def _train(medium: Medium, train: str, test: str, num_samples: int, census: Census) -> list[str]:
+def _train(medium: Medium, train: str, test: str, num_samples: int) -> list[str]:
     settings = [f"data.train_dir={train}", f"data.test_dir={test}"]
-    channels = census.count("picture", "channels")
-    (num_channels,) = max(channels, key=channels.__getitem__, default=(_RGB,))
-    if medium == "picture" and num_channels != _RGB:
-        settings += [f"encoder.in_channels={num_channels}", *(f"views.{name}_probability=0" for name in _OF_COLOURS)]
     if num_samples < _BATCH:
         settings.append(f"global_batch_size={max(2, (1 << num_samples.bit_length()) // 2)}")
     words = ["python", "launch/train.py", "--config", _RECIPES[medium]]

@@ -15,10 +15,8 @@ from PIL import Image, ImageFile
 from sklearn.datasets import load_sample_image
 from torchvision.transforms import v2
 
-from data_pipeline.core.errors import UserError
 from data_pipeline.core.random_crop import Crop
-from data_pipeline.core.value_range import ValueRange
-from data_pipeline.loading.picture_decode import decode_crops, decode_square
+from data_pipeline.loading.picture_decode import decode_crops
 from data_pipeline.sources.picture_file import FORMATS, read_pixels
 from tests.pillow_pixels import pillow_pixels
 
@@ -112,8 +110,6 @@ def test_a_sixteen_bit_png_of_colours_keeps_the_upper_eight_bits_as_in_pillow() 
     stored = LEVELS.reshape(20, 100, 1) + np.arange(3, dtype=np.uint16)
     file = png_with_transparent_colour(stored, bits=16, colour=None)
     np.testing.assert_array_equal(read_pixels(file), pillow_pixels(file))
-    with pytest.raises(ValueError, match="Pillow reads 8 of the 16 bits of its colours"):
-        read_pixels(file, value_range=ValueRange(0, 4_095))
 
 
 @pytest.mark.parametrize("form", ["GIF", "WEBP", "TIFF", "AVIF", "MPO", "PNG"])
@@ -173,96 +169,17 @@ def of_12_bits(values_HW: np.ndarray) -> bytes:
     return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4) + data
 
 
-def npy(values: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    np.save(file, values)
-    return file.getvalue()
+def test_grey_of_twelve_bits_becomes_eight() -> None:
+    """Those files name their range; others of 16 bits are scaled from all 16 (see `MODES_OF`)."""
+    twelve = LEVELS >> 4
+    pixels = read_pixels(of_12_bits(twelve))
+    np.testing.assert_array_equal(pixels[..., 0], np.rint(twelve * (255 / 4_095)))
 
 
-TWELVE = LEVELS >> 4  # 12 bits in 16
-
-
-@pytest.mark.parametrize(
-    ("file", "given", "expected"),
-    [
-        (encoded(Image.fromarray(TWELVE), "PNG"), "4095", TWELVE / 4095),
-        (encoded(Image.fromarray(TWELVE), "TIFF"), "0..4095", TWELVE / 4095),
-        (encoded(Image.fromarray(TWELVE.astype(">u2")), "TIFF"), "1000..2000", (TWELVE - 1000.0) / 1000),
-        (encoded(Image.fromarray(LEVELS.astype(np.int32) - 30_000), "TIFF"), "-30000..35535", LEVELS / 65_535),
-        (encoded(Image.fromarray((TWELVE / 4095).astype(np.float32)), "TIFF"), "0..1", TWELVE / 4095),
-        (encoded(Image.fromarray((TWELVE / 4095).astype(np.float32)), "PPM"), "1", TWELVE / 4095),
-        (npy(TWELVE), "4095", TWELVE / 4095),
-        (npy(TWELVE / 4095), "1", TWELVE / 4095),
-        # These files name their range.
-        (of_12_bits(TWELVE), None, TWELVE / 4095),
-        (encoded(Image.fromarray(LEVELS), "PPM"), "4095", LEVELS / 65_535),
-        (encoded(Image.fromarray(LEVELS), "JPEG2000"), "4095", LEVELS / 65_535),
-    ],
-)
-def test_a_range_of_values_becomes_eight_bits(file: bytes, given: str | None, expected: np.ndarray) -> None:
-    value_range = ValueRange.parse(given)
-    pixels = read_pixels(file, value_range=value_range)
-    np.testing.assert_array_equal(pixels[..., 0], np.rint(np.clip(expected, 0, 1) * 255))
-    view = decode_crops(memoryview(file), [Crop(0, 0, 40, 40)], size=40, value_range=value_range)[0, 0]
-    np.testing.assert_array_equal(view, pixels[:, :40, 0])
-
-
-@pytest.mark.parametrize(
-    "file",
-    [
-        *(encoded(Image.fromarray(LEVELS.astype(dtype)), "TIFF") for dtype in (np.int32, np.float32)),
-        *(npy(LEVELS.astype(dtype)) for dtype in (np.uint16, np.int8, np.float64)),
-    ],
-)
-def test_numbers_of_an_unknown_range_are_refused(file: bytes) -> None:
-    with pytest.raises(ValueError, match=r"int|float.*, whose range is not known; name it: .*value_range=LOW\.\.HIGH"):
-        read_pixels(file)
-
-
-@pytest.mark.parametrize("text", ["", "x", "5..", "4..3", "0..inf", "nan"])
-def test_what_is_no_range_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match=r"is not a range from a lower to a higher value; write it as 0\.\.4095"):
-        ValueRange.parse(text)
-
-
-@pytest.mark.parametrize(
-    ("axes", "shape"),
-    [
-        ("HW", (40, 50)),
-        ("HWC", (40, 50, 5)),
-        ("CHW", (5, 40, 50)),
-        ("HWC", (9, 9, 103)),
-        ("CHW", (103, 9, 9)),
-        ("CHW", (1, 40, 50)),
-    ],
-)
-def test_a_npy_keeps_its_channels(axes: str, shape: tuple[int, ...]) -> None:
-    values = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-    pixels_HWC = {"HW": values[..., None], "HWC": values, "CHW": np.moveaxis(values, 0, -1)}[axes]
-    for file in (npy(values), npy(np.asfortranarray(values))):
-        np.testing.assert_array_equal(read_pixels(file), pixels_HWC)
-        square = read_pixels(file, image_size=8)
-        assert square.shape == (8, 8, pixels_HWC.shape[2])
-        ours = decode_square(memoryview(file), size=8).permute(1, 2, 0).numpy()
-        assert np.abs(ours.astype(int) - square).max() <= 2
-
-
-@pytest.mark.parametrize(
-    ("file", "reason"),
-    [
-        (npy(np.zeros((2, 3, 4, 5), dtype=np.uint8)), "its shape is .*; save one picture"),
-        (npy(np.zeros(4, dtype=np.uint8)), "its shape is"),
-        (npy(np.zeros((2, 0), dtype=np.uint8)), "holds 0 bytes"),
-        (npy(np.array([["a"]])), "holds no picture"),
-        (npy(np.array([[print]], dtype=object)), "holds no picture"),
-        (npy(np.zeros((4, 4), dtype=np.uint8))[:-1], "holds 16 bytes, not 15"),
-        (npy(np.array([[np.nan]])), "are nan"),
-        (npy(np.zeros((4, 4)))[:20], "does not decode"),
-    ],
-)
-def test_a_npy_that_is_no_picture_is_refused(file: bytes, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        read_pixels(file, value_range=ValueRange(0, 1))
+@pytest.mark.parametrize(("dtype", "form"), [(np.int32, "TIFF"), (np.float32, "TIFF"), (np.float32, "PPM")])
+def test_numbers_of_an_unknown_range_are_refused(dtype: type, form: str) -> None:
+    with pytest.raises(ValueError, match=r"its values of mode [IF] have an unknown range; save it in 8 bits"):
+        read_pixels(encoded(Image.fromarray(LEVELS.astype(dtype)), form))
 
 
 def test_a_tiff_of_more_channels_than_pillow_reads_is_refused() -> None:
@@ -270,7 +187,7 @@ def test_a_tiff_of_more_channels_than_pillow_reads_is_refused() -> None:
     alpha, other = (struct.pack("<HHIHH", 338, 3, 1, kind, 0) for kind in (2, 0))
     file = encoded(picture, "TIFF")
     assert alpha in file
-    with pytest.raises(ValueError, match=r"Pillow reads 3 of its 4 channels; save those you need as a \.npy"):
+    with pytest.raises(ValueError, match=r"Pillow reads 3 of its 4 channels; save those you need"):
         read_pixels(file.replace(alpha, other))
     damaged = encoded(picture, "TIFF")[:40]
     with pytest.raises(ValueError, match=r"it is a damaged TIFF, or one of channels that Pillow does not read"):

@@ -111,7 +111,7 @@ def test_folder_refuses_what_is_not_one(tmp_path: Path) -> None:
 def test_folder_names_the_picture_of_another_size(tmp_path: Path) -> None:
     save_picture(tmp_path / "train" / "a" / "0.png", size=(6, 4))
     save_picture(tmp_path / "train" / "b" / "0.png", size=(4, 6))
-    with pytest.raises(UserError, match=r"b/0\.png is 4x6 pixels .* but .*a/0\.png is 6x4 .*image_size"):
+    with pytest.raises(UserError, match=r"b/0\.png is 4x6 pixels but .*a/0\.png is 6x4 .*image_size"):
         open_folder(tmp_path, split="train")[1]
 
 

@@ -6,9 +6,7 @@ import json
 import shlex
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from configs.resolve import resolve_recipe
 from data_pipeline.__main__ import main
@@ -99,38 +97,6 @@ def test_what_is_decoded_is_spread_evenly(look: Looker, monkeypatch: pytest.Monk
     monkeypatch.setattr("data_pipeline.tools.look.NUM_DECODED_BYTES", 40 * 8_044)
     assert "40 of 400" in look(".").stdout
     assert "400 of 400" in look(".", "--decode", "all").stdout
-
-
-@pytest.mark.parametrize(
-    ("dtype", "values", "due"),
-    [
-        (np.uint16, (0, 4_000), "value_range=4095"),
-        (np.uint16, (0, 65_535), None),
-        (np.float32, (-1.5, 2), "value_range=-1.5..2"),
-        (np.float32, (0, 0.9), "value_range=0..1"),
-    ],
-)
-def test_values_of_more_than_8_bits_get_their_range(
-    dtype: type, values: tuple[float, float], due: str | None, look: Looker
-) -> None:
-    for i in range(8):
-        stored: np.ndarray = np.roll(np.linspace(*values, 400).astype(dtype), i)
-        Image.fromarray(stored.reshape(20, 20)).save(look.directory / f"{i}.tif")
-    done = look(".")
-    assert ("value_range" in done.stdout) == (due is not None)
-    assert due is None or f"--source-option {due} " in done.stdout
-    _, built = look.run_printed(done.stdout)
-    assert load_manifest(built["train"]).num_samples == 6
-
-
-def test_pictures_of_many_channels_get_views_and_an_encoder_for_them(look: Looker) -> None:
-    for i in range(8):
-        np.save(look.directory / f"{i}.npy", np.full((6, 20, 20), 100 * i + 1, dtype=np.uint16))
-    done = look(".")
-    assert "channels  6" in done.stdout
-    settings, built = look.run_printed(done.stdout)
-    assert load_manifest(built["train"]).input_shape == (6, 32, 32)
-    assert {"encoder.in_channels=6", "views.jitter_probability=0", "views.grayscale_probability=0"} <= set(settings)
 
 
 def test_a_dataset_that_is_built_needs_no_other_command(look: Looker) -> None:
