@@ -125,7 +125,7 @@ def settings() -> frozenset[str]:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 150
+    assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 130
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,4 +1,4 @@
-"""Every block of docs/library.md and of the README runs as a user would run it, and the notebook does too."""
+"""Every block of library.md, coming-from.md and the README runs as a user would run it, and the notebook does too."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from unittest import mock
 import matplotlib.pyplot as plt
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from tests.gloo import run_ranks
@@ -78,6 +79,25 @@ def test_the_block_of_the_readme_runs(directory: Path, monkeypatch: pytest.Monke
     names: dict[str, Any] = {}
     exec(block, names)
     assert names["loss"].isfinite()
+
+
+@pytest.mark.slow
+def test_every_block_for_users_of_other_libraries_runs(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of lightly too, on a folder of pictures; and both losses give the same number."""
+    pytest.importorskip("lightly")
+    monkeypatch.chdir(directory)
+    (directory / "photos/train/kind").mkdir(parents=True)
+    for number in range(32):
+        Image.new("RGB", (32, 32), (8 * number, 0, 0)).save(directory / f"photos/train/kind/{number}.png")
+    torch.manual_seed(0)
+    weight = torch.randn(3 * 32 * 32, 16)
+    names: dict[str, Any] = {"model": lambda pictures: pictures.flatten(1) @ weight}
+    for block in blocks("docs/coming-from.md"):
+        exec(cheaper(block), names)
+    assert names["loss"].isfinite()
+    assert {"base", "overlay"} == set(names["found"])
+    z_a, z_b = names["model"](names["a"]), names["model"](names["b"])
+    assert names["ours"] == pytest.approx(names["criterion"](z_a, z_b).item(), rel=1e-5)
 
 
 def train_ddp(directory: str) -> dict[str, Tensor]:
