@@ -73,8 +73,14 @@ def make_batch(dataset: str, source_options: Options, overlay_options: Options) 
     """Build a small dataset, and return its first `NUM` samples and its manifest."""
     with tempfile.TemporaryDirectory() as home:
         source = "procedural" if dataset.startswith("spoken") else None
-        options = {"source_options": source_options, "overlay_options": overlay_options}
-        build_dataset(dataset, Path(home) / "data", limit=5 * NUM, source=source, **options)
+        build_dataset(
+            dataset,
+            Path(home) / "data",
+            limit=5 * NUM,
+            source=source,
+            source_options=source_options,
+            overlay_options=overlay_options,
+        )
         store = SampleStore(Path(home) / "data")
         return next(read_all(store, batch_size=NUM)), store.manifest
 
