@@ -19,6 +19,7 @@ setup(
         "data_pipeline": ["overlays/assets/*"],
         "launch": ["job.sh"],
         "trainer": [
+            "analyses/play.html",
             "exports/model_card.md",
             "reports/report.css",
             "reports/templates/*",

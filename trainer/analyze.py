@@ -32,6 +32,7 @@ ANALYSES: Mapping[str, str] = {
     "monitors": "How many dimensions do the features fill? (RankMe, LiDAR, alpha-ReQ: without labels.)",
     "collision": "How fast do transforms, used again and again, make pictures alike?",
     "filters": "How sparsely do features fire, and do they see more than colour?",
+    "play": "What do views look like, and what do the probes read in them? (A page with sliders.)",
 }
 
 
@@ -88,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, help="The seed of all random draws (default: the seed of the run).")
     add("--device", help="The device: cpu, cuda, cuda:1, ... (default: cuda if there is a GPU).")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help=SET_HELP)
+    add("--out", type=Path, metavar="FILE", help="The page of play (default: RUN_DIR/analysis/play.html).")
     add("--together", type=Path, metavar="FILE", help="Also write one PNG with the pictures of all runs.")
     add_code_argument(parser)
     return parser
@@ -105,6 +107,10 @@ def main() -> None:
     if arguments.list_settings:
         print(describe_settings(settings))
         return
+    if arguments.out is not None and arguments.name != "play":
+        raise UserError(
+            f"--out names the page of play; {arguments.name} writes into the run directories, so leave it out"
+        )
     from data_pipeline.core.devices import named_device
     from trainer.analyses.analysis import LoadedRun
 
@@ -117,7 +123,7 @@ def main() -> None:
     for taken in groups:
         try:
             loaded = [LoadedRun(run_dir, arguments.step, device, arguments.seed) for run_dir in taken]
-            paths = analysis.analyze(loaded, config=settings)
+            paths = analysis.analyze(loaded, config=settings, out=arguments.out)
             print(*paths, sep="\n", flush=True)
             pictures.append(paths[0])
         except UserError as error:

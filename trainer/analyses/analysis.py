@@ -137,19 +137,20 @@ class Analysis:
     name: of the files.
     settings: their class.
     measure: takes a `LoadedRun`, or a list of all runs if the analysis `compares_runs`, and the settings. Returns the
-        numbers and a picture as PNG.
+        numbers, a `Schema`, and a picture as PNG.
     in_name: the setting that becomes a part of the name if it is given.
     """
 
     name: str
     settings: type[Schema]
-    measure: Callable[..., tuple[Schema, bytes]]
+    measure: Callable[..., Any]
     compares_runs: bool = False
     in_name: str | None = None
 
-    def analyze(self, runs: Sequence[LoadedRun], *, config: Schema) -> list[Path]:
+    def analyze(self, runs: Sequence[LoadedRun], *, config: Schema, out: Path | None = None) -> list[Path]:
         """Write RUN_DIR/analysis/NAME.png and NAME.json of each run, and return their paths.
 
+        `out` is the file of an analysis that writes a page in their place.
         Raises `UserError` if a checkpoint or data is missing, or if the analysis cannot measure these runs.
         """
         result, png = self.measure(runs if self.compares_runs else runs[0], config)

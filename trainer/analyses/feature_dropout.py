@@ -114,7 +114,9 @@ class FeatureDropoutResult(Schema):
 
 
 @dataclass(frozen=True)
-class _Judge:
+class Judge:
+    """A run whose encoder and classifiers read the views of all runs."""
+
     name: str
     loaded: LoadedRun
     heads: Heads
@@ -125,31 +127,18 @@ def measure(loaded_runs: Sequence[LoadedRun], config: FeatureDropoutConfig) -> t
 
     Raises `UserError` if a run is given twice, or if the runs have different test sets.
     """
-    if len({loaded.run_dir.path.resolve() for loaded in loaded_runs}) < len(loaded_runs):
-        raise UserError("feature_dropout lets runs judge one another's views; name each run directory once")
+    judges, common = judges_of(loaded_runs, analysis="feature_dropout")
     first = loaded_runs[0]
-    for loaded in loaded_runs[1:]:
-        if loaded.test.manifest.sha256 != first.test.manifest.sha256:
-            raise UserError(
-                f"{first.run_dir.path} and {loaded.run_dir.path} have different test sets; "
-                "feature_dropout compares runs of one dataset"
-            )
-    judges = [
-        _Judge(name, loaded, heads_of(loaded)) for name, loaded in zip(_names(loaded_runs), loaded_runs, strict=True)
-    ]
-    common = set.intersection(*(set(judge.heads.by_label) for judge in judges))
-    if not common:
-        raise UserError("the runs were not probed for a common label; run `python -m trainer.probe` on each of them")
     rows_N, index_N = _examples(first, config)
     if all((first.test.by_label[space][rows_N] == NO_LABEL).all() for space in common):
-        lacking = " or ".join(f"label_{space}" for space in sorted(common))
+        lacking = " or ".join(f"label_{space}" for space in common)
         raise UserError(
             f"no example has {lacking}, so there is no right class; take another of_sample, or more samples"
         )
     runs, judgements = [], []
     with Progress("views judged", total=len(judges) * len(rows_N)) as progress:
         for policy in judges:
-            run, judged = _judge(policy, judges, rows_N, index_N, config, seed=first.seed, progress=progress)
+            run, judged = _judge(policy, judges, common, rows_N, index_N, config, seed=first.seed, progress=progress)
             runs.append(run)
             judgements += judged
     result = FeatureDropoutResult(
@@ -164,6 +153,29 @@ def measure(loaded_runs: Sequence[LoadedRun], config: FeatureDropoutConfig) -> t
 
 
 ANALYSIS = Analysis("feature_dropout", FeatureDropoutConfig, measure, compares_runs=True, in_name="of_sample")
+
+
+def judges_of(loaded_runs: Sequence[LoadedRun], *, analysis: str) -> tuple[list[Judge], list[LabelSpace]]:
+    """Return the runs as judges, and the labels that all of them were probed for.
+
+    Raises `UserError` if a run is given twice or was not probed, or if the runs have different test sets.
+    """
+    if len({loaded.run_dir.path.resolve() for loaded in loaded_runs}) < len(loaded_runs):
+        raise UserError(f"{analysis} lets runs judge one another's views; name each run directory once")
+    first = loaded_runs[0]
+    for loaded in loaded_runs[1:]:
+        if loaded.test.manifest.sha256 != first.test.manifest.sha256:
+            raise UserError(
+                f"{first.run_dir.path} and {loaded.run_dir.path} have different test sets; "
+                f"{analysis} compares runs of one dataset"
+            )
+    judges = [
+        Judge(name, loaded, heads_of(loaded)) for name, loaded in zip(_names(loaded_runs), loaded_runs, strict=True)
+    ]
+    common = [space for space in first.test.class_labels if all(space in judge.heads.by_label for judge in judges)]
+    if not common:
+        raise UserError("the runs were not probed for a common label; run `python -m trainer.probe` on each of them")
+    return judges, common
 
 
 def heads_of(loaded: LoadedRun) -> Heads:
@@ -243,8 +255,9 @@ def describe(probability_N: Floats, *, num_bins: int, uniform_dips_D: Floats) ->
 
 
 def _judge(
-    policy: _Judge,
-    judges: Sequence[_Judge],
+    policy: Judge,
+    judges: Sequence[Judge],
+    spaces: Sequence[LabelSpace],
     rows_N: Tensor,
     index_N: Tensor,
     config: FeatureDropoutConfig,
@@ -256,9 +269,8 @@ def _judge(
     loaded = policy.loaded
     labels = {
         space: loaded.test.by_label[space][rows_N].to(loaded.device)
-        for space in loaded.test.class_labels
-        if all(space in judge.heads.by_label for judge in judges)
-        and (loaded.test.by_label[space][rows_N] != NO_LABEL).any()
+        for space in spaces
+        if (loaded.test.by_label[space][rows_N] != NO_LABEL).any()
     }
     features: dict[str, list[Tensor]] = {judge.name: [] for judge in judges}
     plain, changes = [], []

@@ -49,22 +49,30 @@ def view_grid(
 ) -> tuple[bytes, int]:
     """Return the grid as PNG, and the gain of its difference rows.
 
-    The rows are: picture, view 1, difference, view 2, difference. Spectrograms are grey, from black for the lowest
-    value to white for the highest, with low bands at the bottom; their gain refers to that range.
+    The rows are: picture, view 1, difference, view 2, difference. Of spectrograms, see `as_shown`.
     """
     picture_NCHW, first_NCHW = draw_views(policy, pictures, rows_N, seed=seed, view=0, device=device)
     _, second_NCHW = draw_views(policy, pictures, rows_N, seed=seed, view=1, device=device)
-    parts = [picture_NCHW, first_NCHW, second_NCHW]
-    if pictures.are_sounds:
-        low, high = picture_NCHW.min(), picture_NCHW.max()
-        parts = [((part - low) / (high - low)).flip(2) for part in parts]
-    picture, first, second = (to_nhwc(part) for part in parts)
+    picture, first, second = as_shown(pictures, picture_NCHW, first_NCHW, second_NCHW)
     gain = difference_gain(first - picture, second - picture)
     rows = [GridRow("picture", picture)]
     for number, view in ((1, first), (2, second)):
         rows.append(GridRow(f"view {number}", np.clip(view, 0.0, 1.0)))
         rows.append(GridRow(f"difference\n× {gain}", difference_pictures(view - picture, gain=gain)))
     return picture_grid(rows, column_titles=[_title(pictures, row) for row in rows_N.tolist()]), gain
+
+
+def as_shown(pictures: Pictures, picture_NCHW: Tensor, *views_NCHW: Tensor) -> list[NDArray[np.float32]]:
+    """Return pictures and views for the eye, each (N, H, W, 3), black at 0 and white at 1.
+
+    Spectrograms are grey, from black for the lowest value of `picture_NCHW` to white for the highest, with low bands at
+    the bottom.
+    """
+    parts = [picture_NCHW, *views_NCHW]
+    if pictures.are_sounds:
+        low, high = picture_NCHW.min(), picture_NCHW.max()
+        parts = [((part - low) / (high - low)).flip(2) for part in parts]
+    return [to_nhwc(part) for part in parts]
 
 
 def _title(pictures: Pictures, row: int) -> str:
