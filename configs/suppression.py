@@ -6,7 +6,8 @@ with three cures.
 
 No function here is a recipe. A cure is a function of a run: it changes the loss, the views or the encoder, and knows no
 label. All cures of a setting have the same data, seeds, optimizer and number of steps, so their differences are paired.
-`ceiling` runs are trained with a label. Online probes say which label SimCLR learns first.
+`ceiling` runs are trained with a label, alone or beside SimCLR (`joint`). Online probes say which label SimCLR learns
+first.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Final
 
 from configs.base import named
 from data_pipeline.building.suppression_settings import SETTINGS, SMALL_SAMPLE_RATE, Scale, Setting, directory_of
+from data_pipeline.overlays.boolean import BooleanOptions
 from trainer.adversary import AdversaryConfig
 from trainer.config import RunConfig
 from trainer.data import DataConfig
@@ -29,6 +31,7 @@ from trainer.objectives import (
     DCLConfig,
     IFMConfig,
     InstanceDiscriminationConfig,
+    JointContrastiveConfig,
     MACLConfig,
     NTXentCycleConfig,
     NTXentDecoderConfig,
@@ -52,6 +55,7 @@ _SEEDS: Final = (0, 1, 2)
 _RANDBIT_CROP: Final = ExpertImageConfig(  # Chen, Luo and Li 2021: a crop of half of the picture or more, nothing else
     area=(0.5, 1.0), jitter_probability=0, grayscale_probability=0, blur_probability=0, flip_probability=0
 )
+_NOT_AT_A_PLACE: Final = ("randbit", "trifeature", "colours", "boolean", "boolean_correlated")  # nothing to mask
 # With colour jitter, an encoder could not learn the colour; digits have no mirror images.
 _CROP: Final = _RANDBIT_CROP.model_copy(update={"area": (0.2, 1.0)})
 _EXPERT_VIEWS: Final[Mapping[str, BaseViewsConfig]] = {
@@ -59,6 +63,9 @@ _EXPERT_VIEWS: Final[Mapping[str, BaseViewsConfig]] = {
     "multidigits": _CROP,
     "colours": _CROP,
     "trifeature": _CROP.model_copy(update={"flip_probability": 0.5}),
+    "modalities": _CROP,
+    "boolean": _RANDBIT_CROP,
+    "boolean_correlated": _RANDBIT_CROP,
     "speech": SpectralConfig(),
 }
 
@@ -90,6 +97,10 @@ class Point:
         """Return the channels of the encoder's input."""
         if self.name == "randbit":
             return 1 + int(self.difficulty)
+        if self.name == "modalities":
+            return 3 + int(self.difficulty)
+        if self.setting.overlay == "boolean":
+            return 2 * BooleanOptions().size
         return 1 if self.setting.is_sound else 3
 
     def viewmaker(self, **settings: Any) -> ViewmakerConfig:
@@ -113,7 +124,7 @@ def base_run(point: Point) -> RunConfig:
             train_dir=train_dir,
             test_dir=test_dir,
             num_workers=0 if is_small else 2,
-            overlay="baked" if setting.overlay is None else "online",
+            overlay="baked" if setting.overlay is None else "online_per_view" if setting.draws_views else "online",
             sample_rate=sample_rate if setting.is_sound else None,
         ),
         views=point.expert_views,
@@ -135,7 +146,8 @@ def base_run(point: Point) -> RunConfig:
 def _encoder(point: Point) -> EncoderConfig:
     """Return a ResNet-18; at the small scale and for RandBit, the network of Chen, Luo and Li (2021)."""
     form: dict[str, Any] = {"in_channels": point.num_channels}
-    if point.name == "randbit" or point.setting.is_sound:  # whose inputs stay as they are, as published
+    # Inputs with channels of bits or digits and sounds stay as they are; as published, if they are.
+    if point.name == "randbit" or point.setting.is_sound or point.setting.draws_views:
         form |= {"mean": (0.0,) * point.num_channels, "std": (1.0,) * point.num_channels}
     if point.name == "randbit" or point.scale == "small":
         head = HeadConfig(hidden_sizes=(256,), batch_norm=True, bias=False, defaults="keras")
@@ -185,8 +197,8 @@ def _viewmaker(**settings: Any) -> Cure:
 
 
 def _masked_viewmaker(point: Point, run: RunConfig) -> Mapping[str, Any] | None:
-    if point.setting.is_sound or point.name in {"randbit", "trifeature", "colours"}:
-        return None  # nothing is drawn at a place of the input, so there is nothing to mask
+    if point.setting.is_sound or point.name in _NOT_AT_A_PLACE:
+        return None
     return _learned(point.viewmaker(mask="box"))
 
 
@@ -268,8 +280,16 @@ def _of_setting(name: str, scale: Scale, *, cures: Sequence[str], with_ceilings:
                 yield _placed(run, point, cure, changes)
         if with_ceilings:
             for label in (*setting.hard, *setting.easy):
-                changes = {"objective": SupervisedConfig(label=label)}
-                yield _placed(run, point, f"ceiling: {label}", changes)
+                yield _placed(run, point, f"ceiling: {label}", _told(run, SupervisedConfig(label=label)))
+            for label in setting.hard:
+                joint = JointContrastiveConfig(label=label, temperature=TEMPERATURE)
+                yield _placed(run, point, f"ceiling: {label}, joint", _told(run, joint))
+
+
+def _told(run: RunConfig, objective: SupervisedConfig | JointContrastiveConfig) -> Mapping[str, Any]:
+    """Return the settings of a run with a label, for which both views have one draw of the overlay."""
+    one_draw = run.data.model_copy(update={"overlay": "online"})
+    return {"objective": objective, "data": one_draw if run.data.overlay == "online_per_view" else run.data}
 
 
 def _placed(run: RunConfig, point: Point, cure: str, changes: Mapping[str, Any]) -> RunConfig:

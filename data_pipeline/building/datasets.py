@@ -52,6 +52,8 @@ PICTURE_OVERLAYS: Final[Mapping[str, str]] = {
     "dominoes": "a handwritten digit joined above or below",
     "second_digit": "a handwritten digit of another size",
     "tiled_digit": "a handwritten digit repeated over the picture",
+    "shared_number": "a number, handwritten or in channels,",
+    "boolean": "two parities of bits in place of a picture",
 }
 PICTURES: Final[Mapping[str, str]] = {
     "cifar10": "CIFAR-10 pictures",

@@ -34,6 +34,7 @@ class Setting:
         difficulties: the values of the option, the easiest for the hard feature first, for each scale.
         image_size: height and width in pixels, for each scale, if the source lets one choose; else None.
         source_options: the other options of the source.
+        draws_views: whether the overlay draws each view of a sample by itself (`data.overlay=online_per_view`).
     """
 
     title: str
@@ -46,6 +47,7 @@ class Setting:
     difficulties: Mapping[Scale, tuple[OptionValue, ...]] = field(default_factory=dict)
     image_size: Mapping[Scale, int] = field(default_factory=dict)
     source_options: Mapping[str, OptionValue] = field(default_factory=dict)
+    draws_views: bool = False
 
     @property
     def is_sound(self) -> bool:
@@ -144,6 +146,35 @@ SETTINGS: Final[Mapping[str, Setting]] = {
         varies=("overlay", _CORRELATION),
         unit="correlation",
         difficulties={"full": _SHARES, "small": _THREE_SHARES},
+    ),
+    "modalities": Setting(
+        title="Digits in two modalities",
+        base="cifar10",
+        overlay="shared_number",
+        varies=("overlay", "length"),
+        unit="digits",
+        difficulties={"full": (1, 2, 3, 4), "small": (1, 2, 4)},
+        draws_views=True,
+    ),
+    "boolean": Setting(
+        title="Boolean features",
+        base="mnist",
+        overlay="boolean",
+        hard=("core",),
+        varies=("overlay", "degree"),
+        unit="bits of the core feature",
+        difficulties={"full": (1, 2, 3, 4), "small": (1, 2, 3)},
+        draws_views=True,
+    ),
+    "boolean_correlated": Setting(
+        title="Boolean features, correlated",
+        base="mnist",
+        overlay="boolean",
+        hard=("core",),
+        varies=("overlay", _CORRELATION),
+        unit="correlation",
+        difficulties={"full": _SHARES, "small": _THREE_SHARES},
+        draws_views=True,
     ),
     "shapes": Setting(title="C+Shapes", base="cifar10", overlay="shapes"),
     "digits": Setting(title="C+Digits", base="cifar10", overlay="digits", hard=(OVERLAY,), easy=(BASE,)),

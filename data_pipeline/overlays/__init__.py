@@ -33,7 +33,7 @@ from typing import Any, ClassVar, Final, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.counter_rng import DrawKeys, row_hashes
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import OVERLAY_OPTION, Options, OptionValue
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, OVERLAY, Layout
@@ -361,6 +361,11 @@ def _between_ends(marked_BX: Tensor) -> Tensor:
 
 
 _EVALUATION, _BAKED = 1_000, {"train": 1_001, "test": 1_002}  # numbers of views that training never uses
+
+
+def keys_of_pictures(pictures_BCHW: Tensor) -> DrawKeys:
+    """Return keys that depend on the bytes of each picture alone, so a draw is the same in every view and epoch."""
+    return DrawKeys(seed=0, epoch=0, index_B=row_hashes(pictures_BCHW.flatten(1)), view=0)
 
 
 def evaluation_keys(index_B: Tensor, *, draw: int) -> DrawKeys:

@@ -97,6 +97,20 @@ class DigitOverlay(PictureOverlay):
         """Draw the number of a digit for each key, (B,) int64."""
         return integers(keys, 1, self.label_N.numel(), purpose=DIGIT_PURPOSE)[:, 0]
 
+    def in_corners(self, number_BL: Tensor) -> Layer:
+        """Return the digits with these numbers in the first L corners; the label is that of the first."""
+        grey_BHW = self.digits_NHW.new_zeros(len(number_BL), self.drawn_size, self.drawn_size)
+        mask_BHW = torch.full_like(grey_BHW, MASK_OUTSIDE)
+        for number_B, corner in zip(number_BL.unbind(1), CORNERS, strict=False):
+            digit_BHW = self.digits_NHW[number_B]
+            row, column = (scaled(place, drawn_size=self.drawn_size) for place in corner)
+            size = self.digits_NHW.shape[-1]
+            square = (slice(None), slice(row, row + size), slice(column, column + size))
+            grey_BHW[square] = digit_BHW
+            mask_BHW[square] = torch.where(digit_BHW > 0, MASK_OBJECT, MASK_BOX).to(torch.uint8)
+        alpha_BHW = (grey_BHW > 0).to(torch.uint8) * 255
+        return Layer(self.label_N[number_BL[:, 0]], grey_BHW[:, None], alpha_BHW, mask_BHW)
+
 
 class Digits(DigitOverlay):
     """An overlay of digits in ten classes.
@@ -116,22 +130,9 @@ class Digits(DigitOverlay):
     @classmethod
     def of(cls, source: DigitSource, *, image_size: int = IMAGE_SIZE, layout: Layout = "scaled") -> Self:
         """Return the overlay of all digits of `source`; resizing 60,000 digits takes seconds."""
-        size = scaled(DIGIT_SIZE, drawn_size=IMAGE_SIZE if layout == "tiled" else image_size)
-        return cls(*resized(source, size), image_size=image_size, layout=layout)
+        drawn_size = IMAGE_SIZE if layout == "tiled" else image_size
+        return cls(*resized(source, scaled(DIGIT_SIZE, drawn_size=drawn_size)), image_size=image_size, layout=layout)
 
     def draw(self, keys: DrawKeys) -> Layer:
         """Draw one digit for each key."""
-        number_B = self.draw_numbers(keys)
-        digit_BHW = self.digits_NHW[number_B]
-        inside_BHW = digit_BHW > 0
-        place_BHW = torch.where(inside_BHW, MASK_OBJECT, MASK_BOX).to(torch.uint8)
-        grey_BHW = digit_BHW.new_zeros(len(number_B), self.drawn_size, self.drawn_size)
-        mask_BHW = torch.full_like(grey_BHW, MASK_OUTSIDE)
-        for corner in CORNERS:
-            row, column = (scaled(place, drawn_size=self.drawn_size) for place in corner)
-            size = self.digits_NHW.shape[-1]
-            square = (slice(None), slice(row, row + size), slice(column, column + size))
-            grey_BHW[square] = digit_BHW
-            mask_BHW[square] = place_BHW
-        alpha_BHW = (grey_BHW > 0).to(torch.uint8) * 255
-        return Layer(self.label_N[number_B], grey_BHW[:, None], alpha_BHW, mask_BHW)
+        return self.in_corners(self.draw_numbers(keys)[:, None].expand(-1, len(CORNERS)))

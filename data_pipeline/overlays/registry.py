@@ -31,6 +31,8 @@ OVERLAYS: Final[Mapping[str, str]] = {
     "dominoes": "data_pipeline.overlays.dominoes:Dominoes",
     "second_digit": "data_pipeline.overlays.second_digit:SecondDigit",
     "tiled_digit": "data_pipeline.overlays.tiled_digit:TiledDigit",
+    "shared_number": "data_pipeline.overlays.shared_number:SharedNumber",
+    "boolean": "data_pipeline.overlays.boolean:Boolean",
     "noise": "data_pipeline.overlays.noise:Noise",
 }
 NAMES: Final = Names("overlay", group="overlays", built_in=OVERLAYS)

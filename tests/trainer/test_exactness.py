@@ -49,9 +49,10 @@ OBJECTIVES = {
     "byol": ["objective.predictor.hidden_sizes=[8]"],
     "dino": ["objective.num_prototypes=12"],
     "supervised": ["objective.label=digit"],
+    "joint_contrastive": ["objective.label=digit"],
 }
 CHUNKED = {"nt_xent", "nt_xent_published", "nt_xent_cycle", "nt_xent_decoder"}
-CHUNKED |= {"split", "symmetric_info_nce", "dcl", "macl", "ifm"}
+CHUNKED |= {"split", "symmetric_info_nce", "dcl", "macl", "ifm", "joint_contrastive"}
 SMALL = "{kind: viewmaker, base_width: 4, num_res_blocks: 1}"
 TRANSFORMER = (
     "encoder={kind: timm, name: vit_tiny_patch16_224, embedding_size: 16, "

@@ -15,6 +15,7 @@ from trainer.objectives.dino import DINOConfig, dino_loss
 from trainer.objectives.ifm import IFMConfig, ifm_loss
 from trainer.objectives.info_nce import InfoNCEConfig, info_nce_loss
 from trainer.objectives.instance_discrimination import InstanceDiscriminationConfig
+from trainer.objectives.joint_contrastive import JointContrastiveConfig, joint_contrastive_loss
 from trainer.objectives.linear_loss import LinearLossConfig, linear_loss
 from trainer.objectives.macl import MACLConfig, macl_loss
 from trainer.objectives.moco import MoCoConfig
@@ -47,6 +48,7 @@ __all__ = [
     "IFMConfig",
     "InfoNCEConfig",
     "InstanceDiscriminationConfig",
+    "JointContrastiveConfig",
     "LinearLossConfig",
     "MACLConfig",
     "MoCoConfig",
@@ -72,6 +74,7 @@ __all__ = [
     "dino_loss",
     "ifm_loss",
     "info_nce_loss",
+    "joint_contrastive_loss",
     "labelled_cross_entropy",
     "linear_loss",
     "macl_loss",

@@ -37,6 +37,7 @@ OBJECTIVES: Final[Mapping[str, str]] = {
     "byol": "trainer.objectives.byol:BYOLConfig",
     "dino": "trainer.objectives.dino:DINOConfig",
     "supervised": "trainer.objectives.supervised:SupervisedConfig",
+    "joint_contrastive": "trainer.objectives.joint_contrastive:JointContrastiveConfig",
 }
 
 

@@ -32,18 +32,14 @@ from trainer.objectives.objective import (
 from trainer.objectives.simsiam import predict
 
 
-class SupervisedConfig(BaseObjectiveConfig):
-    """The config of supervised training.
+class LabelledConfig(BaseObjectiveConfig):
+    """The base of the configs of objectives that are told one label.
 
-    label: the name of the label to predict. Samples without it take no part in the loss.
+    label: the name of the label. Samples without it take no part in the loss of the label.
     """
 
-    has_trained_layers: ClassVar[bool] = True
     needs_labels: ClassVar[bool] = True
-    takes_further_views: ClassVar[bool] = True
-    can_be_recorded: ClassVar[bool] = True
 
-    kind: Literal["supervised"] = "supervised"
     label: LabelName = BASE
 
     def check(self, run: Any) -> None:
@@ -62,6 +58,16 @@ class SupervisedConfig(BaseObjectiveConfig):
             raise UserError(
                 f"objective.label={self.label} has a single class, so there is nothing to learn; set another label"
             )
+
+
+class SupervisedConfig(LabelledConfig):
+    """The config of supervised training."""
+
+    has_trained_layers: ClassVar[bool] = True
+    takes_further_views: ClassVar[bool] = True
+    can_be_recorded: ClassVar[bool] = True
+
+    kind: Literal["supervised"] = "supervised"
 
     def build(self, given: ObjectiveInputs) -> Objective:
         self.check_labels(given.num_classes)

@@ -9,7 +9,7 @@ from torch import Tensor
 from data_pipeline.core.counter_rng import DrawKeys
 
 # The chi-square value that uniform draws exceed once in 10,000 times, by degrees of freedom.
-CHI_SQUARE = {1: 15.1, 2: 18.4, 5: 25.7, 6: 27.9, 9: 33.7, 15: 44.3, 25: 58.6, 31: 70.8, 99: 161.3}
+CHI_SQUARE = {1: 15.1, 2: 18.4, 3: 21.1, 5: 25.7, 6: 27.9, 9: 33.7, 15: 44.3, 25: 58.6, 31: 70.8, 99: 161.3}
 
 
 def keys_of(index_B: Tensor | range | int, *, seed: int = 0, epoch: int = 0, view: int = 0) -> DrawKeys:
