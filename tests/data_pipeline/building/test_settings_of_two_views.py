@@ -42,7 +42,7 @@ def stored_again(overlay: Overlay, directory: Path) -> Overlay:
 def bits_shown(overlay: Boolean, pictures: Tensor, **keys: int) -> Tensor:
     found: Tensor = overlay(pictures, keys_of(len(pictures), **keys)).inputs
     assert torch.equal(found, found[:, :, :1, :1].expand_as(found))
-    assert set(found.unique().tolist()) <= {0, 255}
+    assert ((found == 0) | (found == 255)).all()
     return (found[:, :, 0, 0] > 0).long()
 
 
