@@ -122,18 +122,12 @@ class LabelEntry(Schema):
     given_by: Literal["source", "overlay"] = "source"
 
     @property
-    def numbers(self) -> tuple[float, ...] | None:
-        """Return the number that each class name is written as; None if one of them is no number."""
-        found = [as_number(name) for name in self.classes]
-        return None if None in found else tuple(number for number in found if number is not None)
-
-    @property
     def is_number(self) -> bool:
-        """Return whether the label is a number, and no class.
+        """Return whether the label is a number, such as an age, and no class. Probes leave it out.
 
         All its class names are then numbers, and more than half of the labelled samples have a value that comes once.
         """
-        return 2 * self.counts.count(1) > sum(self.counts) and self.numbers is not None
+        return 2 * self.counts.count(1) > sum(self.counts) and None not in map(as_number, self.classes)
 
 
 class BatchEntry(Schema):

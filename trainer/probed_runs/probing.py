@@ -230,16 +230,13 @@ def short_hash(data: tuple[str, str]) -> str:
 def table(results: Mapping[LabelSpace, ProbeResult]) -> str:
     """Return a table of test accuracies in per cent, by label, with the worst groups of the linear probe below."""
     class_names = {label: result.class_names for label, result in results.items()}
-    width = max([18, *(len(f"label_{space}, R² ") for space in results)])
+    width = max([18, *(len(f"label_{space} ") for space in results)])
     lines = [f"{'test accuracy, %':{width}}{'linear':>8}{'kNN':>8}{'k':>6}{'majority':>10}{'chance':>8}"]
     for space, result in results.items():
-        name = f"label_{space}" if result.penalty is None else f"label_{space}, R²"
         lines.append(
-            f"{name:{width}}{100 * result.linear.accuracy:8.1f}{100 * result.knn.accuracy:8.1f}"
+            f"{f'label_{space}':{width}}{100 * result.linear.accuracy:8.1f}{100 * result.knn.accuracy:8.1f}"
             f"{result.knn.num_neighbors:6}{100 * result.majority_share:10.1f}{100 * result.chance:8.1f}"
         )
-        if result.penalty is not None:
-            lines.append(f"  ridge penalty {result.penalty:.2g}")
         for groups in result.groups:
             if (worst := groups.worst("linear")) is not None:
                 which = f"{groups.name(worst, class_names)}, {worst.num_test} samples"

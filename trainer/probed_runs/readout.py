@@ -17,7 +17,6 @@ from trainer.probes.groups import measure_groups, pairs_of
 from trainer.probes.heads import Heads
 from trainer.probes.knn import TEMPERATURE, KNNResult
 from trainer.probes.linear import ProbeConfig, Target, num_labelled
-from trainer.probes.numbers import r2, sample_scores
 from trainer.probes.result import ProbeResult, pack_right
 from trainer.probes.targets import label_targets, readable_labels
 
@@ -60,7 +59,7 @@ def read_out(
     pairs = pairs_of(readable_labels(train.manifest, test.manifest), config.groups)
     results = {space: describe(space, one, test, pairs=pairs, facts=facts) for space, one in fitted.items()}
     settings = (f"{name} {value}" for name, value in config.fit_settings.items())
-    heads = {space: one.head for space, one in fitted.items() if one.head is not None}
+    heads = {space: one.head for space, one in fitted.items()}
     return results, Heads(heads, f"probe with {', '.join(settings)}", train.manifest.sha256)
 
 
@@ -110,15 +109,12 @@ def describe(
     )
     right = {}
     for name, predicted in fitted.predicted.items():
-        if fitted.penalty is None:
-            test_N = target.test_N.to(predicted.device)
-            right[name] = pack_right((predicted == test_N)[test_N != NO_LABEL])
-        else:
-            right[name] = pack_right(sample_scores(predicted, target.labelled_numbers[1]))
+        test_N = target.test_N.to(predicted.device)
+        right[name] = pack_right((predicted == test_N)[test_N != NO_LABEL])
     return ProbeResult(
         label=space,
         title=test.manifest.labels[space].title,
-        class_names=test.class_names(space) if fitted.penalty is None else (),
+        class_names=test.class_names(space),
         linear=fitted.linear,
         knn=KNNResult(
             accuracy=fitted.knn_accuracy,
@@ -131,20 +127,13 @@ def describe(
         num_test=num_labelled(target.test_N),
         num_unlabelled=len(test) + test.num_left_out - num_labelled(target.test_N),
         groups=tuple(groups),
-        penalty=fitted.penalty,
         right_samples=right,
         **facts,
     )
 
 
 def majority_share(target: Target) -> float:
-    """Return the test accuracy of a probe that always answers the commonest class of the train set.
-
-    Of a number, returns the R² of always answering the mean of the train set.
-    """
-    if target.numbers is not None:
-        number_L, number_M = target.labelled_numbers
-        return r2(number_L.mean().expand(len(number_M)), number_M)
+    """Return the test accuracy of a probe that always answers the commonest class of the train set."""
     train_N, test_N = (label_N[label_N != NO_LABEL] for label_N in (target.train_N, target.test_N))
     commonest = torch.bincount(train_N, minlength=target.num_classes).argmax()
     return float((test_N == commonest).float().mean().item())

@@ -48,11 +48,11 @@ _OTHER_SCALE: Final = 2.0  # the ratio of the deviations of train and test input
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Test accuracies of one label, in [0, 1], and the accuracy of a guess; of a number, R².
+    """Test accuracies of one label, in [0, 1], and the accuracy of a guess.
 
-    linear: of a linear probe on the features; of a number, of a ridge regression.
+    linear: of a linear probe on the features.
     knn: of a vote of the nearest neighbours.
-    chance: one over the number of classes that the samples have; 0 of a number.
+    chance: one over the number of classes that the samples have.
     num_neighbors: how many neighbours vote, the k of kNN.
     """
 

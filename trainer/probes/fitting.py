@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from data_pipeline.core.sample import NO_LABEL
 from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, ViewFunction, encode, frozen
 from trainer.probes.knn import knn_classes, neighbors_of
 from trainer.probes.linear import (
@@ -32,20 +31,16 @@ from trainer.probes.linear import (
     epoch_rows,
     fit_linear_probe,
 )
-from trainer.probes.numbers import fit_ridge, r2
 
 
 @dataclass(frozen=True)
 class Fitted:
     """Both probes of one label.
 
-    linear: the result of the linear probe; of a label that is a number, of a ridge regression of the pooled features.
-    knn_accuracy: the accuracy of kNN, or its R².
+    linear: the result of the linear probe.
     num_neighbors: how many neighbours vote.
-    predicted: by method, "linear" and "knn", the classes of the test samples, (N,) int64, or the numbers of those that
-        have one, (M,) float64.
-    head: of the linear probe; a number has none.
-    penalty: of the ridge regression of a label that is a number.
+    predicted: by method, "linear" and "knn", the classes of the test samples, (N,) int64.
+    head: of the linear probe.
     """
 
     target: Target
@@ -53,8 +48,7 @@ class Fitted:
     knn_accuracy: float
     num_neighbors: int
     predicted: Mapping[str, Tensor]
-    head: LinearHead | None = None
-    penalty: float | None = None
+    head: LinearHead
 
 
 def fit(
@@ -120,27 +114,12 @@ def _fit(
     targets: Mapping[LabelSpace, Target],
     config: ProbeConfig,
 ) -> dict[LabelSpace, Fitted]:
-    classes = {space: target for space, target in targets.items() if target.numbers is None}
-    linear = {}
-    if classes:
-        linear = fit_linear_probe(batches, test_features=features_of_test, targets=classes, config=config)
+    linear = fit_linear_probe(batches, test_features=features_of_test, targets=targets, config=config)
     neighbors = neighbors_of(targets, config.num_neighbors)
     fitted = {}
     for space, target in targets.items():
         knn_N = knn_classes(bank_NC, queries_NC, target, num_neighbors=neighbors[space])
-        if target.numbers is None:
-            probe, of_knn = linear[space], check_finite(accuracy(knn_N, target.test_N), name=space)
-            predicted = {"linear": probe.predicted_N, "knn": knn_N}
-            fitted[space] = Fitted(target, probe.result, of_knn, neighbors[space], predicted, head=probe.head)
-            continue
-        number_L, number_M = target.labelled_numbers
-        in_train_N, in_test_N = target.train_N != NO_LABEL, target.test_N != NO_LABEL
-        knn_M = knn_N.cpu()[in_test_N.cpu()]
-        of_knn = check_finite(r2(knn_M, number_M), name=space)
-        train_LC, test_MC = bank_NC[in_train_N.to(bank_NC.device)], queries_NC[in_test_N.to(queries_NC.device)]
-        predicted_M, predicted_L, penalty = fit_ridge(train_LC, number_L, test_MC)
-        of_test, of_train = r2(predicted_M, number_M), r2(predicted_L, number_L)
-        result = LinearResult(accuracy=of_test, accuracy_by_epoch=(of_test,), train_accuracy_by_epoch=(of_train,))
-        predicted = {"linear": predicted_M, "knn": knn_M}
-        fitted[space] = Fitted(target, result, of_knn, neighbors[space], predicted, penalty=penalty)
+        probe, of_knn = linear[space], check_finite(accuracy(knn_N, target.test_N), name=space)
+        predicted = {"linear": probe.predicted_N, "knn": knn_N}
+        fitted[space] = Fitted(target, probe.result, of_knn, neighbors[space], predicted, probe.head)
     return fitted

@@ -77,10 +77,9 @@ def pairs_of(
 ) -> list[tuple[LabelSpace, LabelSpace]]:
     """Return the pairs of labels whose groups are measured: `wanted`, or by default every pair of `labels`.
 
-    `labels` holds the class names of each label of the data; a number has none, and no groups. By default, leaves out
-    pairs of more than `MAX_GROUPS` groups. Raises `UserError` if a wanted label is unknown or a number.
+    `labels` holds the class names of each label of the data. By default, leaves out pairs of more than `MAX_GROUPS`
+    groups. Raises `UserError` if a wanted label is unknown.
     """
-    labels = {space: names for space, names in labels.items() if names}
     if wanted is None:
         every = combinations(labels, 2)
         return [(one, other) for one, other in every if len(labels[one]) * len(labels[other]) <= MAX_GROUPS]

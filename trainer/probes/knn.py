@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import Schema
 from trainer.probes.features import LabelSpace, shared_rows
-from trainer.probes.linear import Target, best_classes, num_labelled
+from trainer.probes.linear import Target, best_classes
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +39,11 @@ class KNNResult(Schema):
 def neighbors_of(targets: Mapping[LabelSpace, Target], most: int) -> dict[LabelSpace, int]:
     """Return how many neighbours vote on each label: `most`, or the train samples of its smallest class if it has less.
 
-    With more neighbours, pictures of that class would be outvoted however near its samples are. Of a number, they are
-    at most the train samples that have one. Logs a warning for a class label that gets less than `most`.
+    With more neighbours, pictures of that class would be outvoted however near its samples are. Logs a
+    warning for a label that gets less than `most`.
     """
     found = {}
     for name, target in targets.items():
-        if target.numbers is not None:
-            found[name] = min(most, num_labelled(target.train_N))
-            continue
         num_K = torch.bincount(target.train_N[target.train_N != NO_LABEL])
         found[name] = min(most, int(num_K[num_K > 0].min()))
         if found[name] < most:
@@ -69,8 +66,7 @@ def knn_classes(
 ) -> Tensor:
     """Return the class that the vote gives to each test picture, (Q,) int64. Every rank calls this.
 
-    Each neighbour votes with the weight exp(cosine / `TEMPERATURE`); see `best_classes`. Of a label that is a number,
-    returns the mean of the neighbours with these weights, (Q,) float64.
+    Each neighbour votes with the weight exp(cosine / `TEMPERATURE`); see `best_classes`.
 
     Takes features of train and test pictures, and normalises them in float32. The device of the train features
     computes. Train pictures without the label are no neighbours.
@@ -79,14 +75,10 @@ def knn_classes(
     if not target.is_in_all:
         bank_NC, label_N = bank_NC[label_N != NO_LABEL], label_N[label_N != NO_LABEL]
     unit_NC = F.normalize(bank_NC.float(), dim=1)
-    number_K = None if target.numbers is None else target.numbers[0].to(bank_NC.device)
 
     def predict(chunk_BC: Tensor) -> list[Tensor]:
         unit_BC = F.normalize(chunk_BC.to(bank_NC.device).float(), dim=1)
         cosine_BR, row_BR = (unit_BC @ unit_NC.T).topk(num_neighbors, dim=1, sorted=False)
-        if number_K is not None:
-            weight_BR = (cosine_BR.double() / TEMPERATURE).softmax(1)
-            return [(weight_BR * number_K[label_N[row_BR]]).sum(1)]
         # A product, because a scatter on a GPU adds in another order each time.
         is_class_BRK = F.one_hot(label_N[row_BR], target.num_classes).to(cosine_BR.dtype)
         return [best_classes(torch.einsum("br,brk->bk", (cosine_BR / TEMPERATURE).exp(), is_class_BRK))]

@@ -109,10 +109,7 @@ class ProbeConfig(Schema):
 
 
 class LinearResult(Schema):
-    """Test accuracies in [0, 1]. `accuracy` is that of the last epoch; this is the one to report.
-
-    Of a label that is a number, each is an R², of a ridge regression, which has no epochs.
-    """
+    """Test accuracies in [0, 1]. `accuracy` is that of the last epoch; this is the one to report."""
 
     accuracy: float
     accuracy_by_epoch: tuple[float, ...]
@@ -144,14 +141,11 @@ class Target:
     """One label to predict: class numbers of the train pictures (N,) and of the test pictures, int64.
 
     A picture with `NO_LABEL` takes no part: not in a fit, not as a neighbour, and not in an accuracy.
-
-    numbers: of a label that is a number, the number of each class of the train set, (K,) float64, and of the test set.
     """
 
     train_N: Tensor
     test_N: Tensor
     num_classes: int
-    numbers: tuple[Tensor, Tensor] | None = None
 
     @property
     def is_in_all(self) -> bool:
@@ -159,21 +153,11 @@ class Target:
         return num_labelled(self.train_N) == len(self.train_N)
 
     @property
-    def labelled_numbers(self) -> tuple[Tensor, Tensor]:
-        """Return the numbers, float64, of the train pictures and of the test pictures that have the label."""
-        assert self.numbers is not None
-        labels = (label_N.cpu()[label_N.cpu() != NO_LABEL] for label_N in (self.train_N, self.test_N))
-        of_train, of_test = (number_K[label_M] for number_K, label_M in zip(self.numbers, labels, strict=True))
-        return of_train, of_test
-
-    @property
     def chance(self) -> float:
-        """Return one over the number of classes that a sample has; 0 of a number.
+        """Return one over the number of classes that a sample has.
 
         Tars with the labels 1 to 10 name a class 0 too.
         """
-        if self.numbers is not None:
-            return 0.0
         labels_M = torch.cat([self.train_N.cpu(), self.test_N.cpu()])
         return 1 / max(1, int((torch.bincount(labels_M[labels_M != NO_LABEL]) > 0).sum()))
 

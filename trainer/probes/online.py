@@ -78,13 +78,9 @@ class OnlineProbe:
         """Place the samples on the device.
 
         `dtype` is the type of the convolutions: bfloat16 by autocast, as in training. Of the config, labels and
-        num_neighbors count. Numbers are left out, with a warning. Raises `UserError` if train and test samples have
-        different classes.
+        num_neighbors count. Raises `UserError` if train and test samples have different classes.
         """
         targets = label_targets(train, test, wanted=config.labels)
-        for space in [space for space, target in targets.items() if target.numbers is not None]:
-            logger.warning("label_%s is a number, which the probe during training leaves out", space)
-            del targets[space]
         self._encoder, self._device, self._dtype = encoder, device, dtype
         self._targets = {
             space: Target(target.train_N.to(device), target.test_N.to(device), num_classes=target.num_classes)

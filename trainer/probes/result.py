@@ -56,12 +56,10 @@ class ProbeResult(Schema):
     num_shared: the number of test samples whose source is in the train set too; None if the datasets record no sources.
     num_train, num_test: the samples with this label; `num_unlabelled` test samples lack it.
     groups: accuracies in the groups of this label and each other one; none in results from before there were groups.
-    penalty: of the ridge regression of a label that is a number. Its accuracies are R², its chance is 0, its
-        `majority_share` is the R² of the mean of the train set, and `class_names` is empty.
     own_code: the SHA-256 of the source of each package of the user's own that the run uses; it lacks those that were
         not imported, and is empty in old results.
-    right_samples: for each method, "linear" and "knn", a bit for each test sample, see `unpack_right`; of a number, a
-        score. It lacks methods of old results.
+    right_samples: for each method, "linear" and "knn", a bit for each test sample, see `unpack_right`. It lacks
+        methods of old results.
     scored: the encoder, if it is not that of a run on its own data.
     run: the run whose encoder it is, see `trainer.reports.config_identity.run_identity`; None in old results, and if
         the run records no start.
@@ -84,7 +82,6 @@ class ProbeResult(Schema):
     num_shared: int | None = None
     num_unlabelled: int = 0
     groups: tuple[Groups, ...] = ()
-    penalty: float | None = None
     own_code: dict[str, str] = Field(default_factory=dict)
     right_samples: dict[str, str] = Field(default_factory=dict)
     scored: ScoredEncoder | None = None
@@ -120,19 +117,12 @@ def read_result(path: Path) -> ProbeResult:
 
 
 def pack_right(right_N: Tensor) -> str:
-    """Return values of the labelled test samples, in the order of the dataset, as base64.
-
-    They are (N,) bool, 1 for a class that is right, or the `sample_scores` of a number, which are stored as float16.
-    """
-    right = right_N.cpu().numpy()
-    packed = np.packbits(right) if right.dtype == np.bool_ else right.clip(-6e4).astype("<f2")
-    return base64.b64encode(packed.tobytes()).decode()
+    """Return which of the labelled test samples are right, (N,) bool in the order of the dataset, as base64."""
+    return base64.b64encode(np.packbits(right_N.cpu().numpy()).tobytes()).decode()
 
 
-def unpack_right(text: str, *, num_test: int) -> NDArray[np.bool_] | NDArray[np.float16] | None:
+def unpack_right(text: str, *, num_test: int) -> NDArray[np.bool_] | None:
     """Return which of the `num_test` labelled test samples are right, (num_test,) bool; None if the text is damaged.
-
-    Returns their scores, if they are numbers.
 
     Examples:
         >>> unpack_right("oA==", num_test=3).tolist()  # bits 1010 0000
@@ -142,6 +132,4 @@ def unpack_right(text: str, *, num_test: int) -> NDArray[np.bool_] | NDArray[np.
         packed = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8)
     except ValueError:
         return None
-    if len(packed) == 2 * num_test:
-        return packed.view("<f2")
     return np.unpackbits(packed)[:num_test].astype(bool) if len(packed) == -(-num_test // 8) else None

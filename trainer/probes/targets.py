@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Final, Protocol
 
-import torch
 from torch import Tensor
 
 from data_pipeline.building.tar_scan import LABEL_FIELDS
@@ -40,10 +39,11 @@ def readable_labels(
     wanted: Sequence[LabelSpace] | None = None,
     where: tuple[str, str] = ("the train set", "the test set"),
 ) -> dict[LabelSpace, tuple[str, ...]]:
-    """Return the class names of each label that a probe can predict (default: all; or `wanted`); none of a number.
+    """Return the class names of each label that a probe can predict (default: all; or `wanted`).
 
-    A label of a single class is left out, and so is one that only one of both sets has. Raises `UserError` if train and
-    test set have different classes or inputs, have no such label, or lack a wanted label. `where` names them then.
+    A label of a single class or of numbers is left out, and so is one that only one of both sets has. Raises
+    `UserError` if train and test set have different classes or inputs, have no such label, or lack a wanted label.
+    `where` names them then.
     """
     if (train.medium, train.batch_shape) != (test.medium, test.batch_shape):
         raise UserError(
@@ -51,8 +51,7 @@ def readable_labels(
             f"{test.batch_shape}; build both from the same dataset"
         )
     check_same_classes(train, test)
-    shared = _shared_labels(train, test)
-    found = {space: () if label.is_number else label.classes for space, label in shared.items()}
+    found = {space: label.classes for space, label in _shared_labels(train, test).items()}
     if not found:
         in_train, in_test = (f"has {_named(each.labels) if each.labels else 'no label'}" for each in (train, test))
         raise UserError(
@@ -69,12 +68,11 @@ def readable_labels(
 
 
 def _shared_labels(train: Manifest, test: Manifest) -> dict[LabelSpace, LabelEntry]:
-    """Return the labels of two or more classes that samples of both sets have; a number has two values in each."""
+    """Return the labels of two or more classes, which are no numbers, that samples of both sets have."""
     found = {}
     for space, label in train.labels.items():
         counts = [each.labels[space].counts if space in each.labels else (0,) for each in (train, test)]
-        least = 2 if label.is_number else 1
-        if len(label.classes) > 1 and all(not each or sum(map(bool, each)) >= least for each in counts):
+        if len(label.classes) > 1 and not label.is_number and all(not each or any(each) for each in counts):
             found[space] = label
     return found
 
@@ -86,11 +84,11 @@ def _named(labels: Iterable[LabelSpace]) -> str:
 def check_same_classes(train: Manifest, test: Manifest) -> None:
     """Raise `UserError` if a label of two datasets does not have the same classes, with the first that differs.
 
-    The test set may have other numbers than the train set.
+    The test set may have other numbers than the train set, if the label is a number.
     """
     for space in train.labels.keys() & test.labels.keys():
         of_train, of_test = train.labels[space], test.labels[space]
-        if of_train.is_number and of_test.numbers is not None:
+        if of_train.is_number and of_test.is_number:
             continue
         for number, (name, test_name) in enumerate(zip_longest(of_train.classes, of_test.classes, fillvalue="missing")):
             if name != test_name:
@@ -142,16 +140,13 @@ def label_targets(
     shared = _shared_labels(train.manifest, test.manifest)
     if lone := (train.manifest.labels | test.manifest.labels).keys() - shared:
         logger.warning(
-            "not probed, because only one of both sets has samples with it, or all have one class: %s", _named(lone)
+            "not probed, because only one of both sets has samples with it, all have one class, or it is a number: %s",
+            _named(lone),
         )
-    targets = {}
-    for space, names in readable_labels(train.manifest, test.manifest, wanted=wanted).items():
-        of_train, of_test = (each.labels[space].numbers for each in (train.manifest, test.manifest))
-        numbers = None
-        if not names and of_train is not None and of_test is not None:
-            numbers = (torch.tensor(of_train, dtype=torch.float64), torch.tensor(of_test, dtype=torch.float64))
-        num_classes = len(train.manifest.labels[space].classes)
-        targets[space] = Target(train.by_label[space], test.by_label[space], num_classes, numbers)
+    targets = {
+        space: Target(train.by_label[space], test.by_label[space], len(names))
+        for space, names in readable_labels(train.manifest, test.manifest, wanted=wanted).items()
+    }
     check_labelled(targets)
     return targets
 

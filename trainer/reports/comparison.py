@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from trainer.probes.features import LabelSpace, label_order
 from trainer.reports.paired import LEVEL, Estimate, Ranking, Reading, difference_of, holm, mean_of, rank
-from trainer.reports.table import ACCURACY, PIXELS, Measurement
+from trainer.reports.table import PIXELS, Measurement
 
 READOUTS = ("linear", "knn")
 Place: TypeAlias = tuple[LabelSpace, str]  # a label and a readout
@@ -56,14 +56,12 @@ class Column:
     """A readout of a label: what its accuracies are compared with, and the ranking of the encoders.
 
     title: of the label.
-    measure: of the label: the accuracy of its classes, or R² of a number.
     ranking: None without a trained encoder.
     """
 
     label: LabelSpace
     readout: str
     title: str
-    measure: str
     num_neighbors: int | None
     chance: float
     majority: float
@@ -76,11 +74,10 @@ class Column:
 
     @property
     def method(self) -> str:
-        """Return the readout in words, such as "linear probe" or "kNN (k = 200)"; of a number, also the measure."""
+        """Return the readout in words, such as "linear probe" or "kNN (k = 200)"."""
         if self.readout == "linear":
-            return "linear probe" if self.measure == ACCURACY else "ridge regression, R²"
-        name = "kNN" if self.num_neighbors is None else f"kNN (k = {self.num_neighbors})"
-        return name if self.measure == ACCURACY else f"{name}, R²"
+            return "linear probe"
+        return "kNN" if self.num_neighbors is None else f"kNN (k = {self.num_neighbors})"
 
 
 @dataclass(frozen=True)
@@ -241,7 +238,6 @@ def _column(
         label=label,
         readout=readout,
         title=title,
-        measure=first.measure,
         num_neighbors=first.num_neighbors,
         chance=first.chance or 0.0,
         majority=first.majority or 0.0,

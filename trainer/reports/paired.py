@@ -28,14 +28,11 @@ _MOST_DEGREES = 1e4  # of a prior
 
 @dataclass(frozen=True)
 class Reading:
-    """The accuracy of one run on one label, and which of the `num_test` samples are right, if that is known.
-
-    Of a number, the accuracy is R², and each sample has a score; R² is their mean.
-    """
+    """The accuracy of one run on one label, and which of the `num_test` samples are right, if that is known."""
 
     accuracy: float
     num_test: int
-    right_N: NDArray[np.bool_] | NDArray[np.float16] | None = None
+    right_N: NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True)
@@ -208,7 +205,7 @@ def _leads(readings: Mapping[_Name, Mapping[int, Reading]]) -> dict[tuple[_Name,
     return {pair: one.estimate(prior) for pair, one in found.items()}
 
 
-def _table(rows: Sequence[NDArray[np.bool_] | NDArray[np.float16] | None]) -> NDArray[np.float64] | None:
+def _table(rows: Sequence[NDArray[np.bool_] | None]) -> NDArray[np.float64] | None:
     """Return the rows as one table (S, N); None if one is missing or they differ in length."""
     present = [row for row in rows if row is not None]
     if len(present) < len(rows) or len({len(row) for row in present}) != 1 or len(present[0]) < 2:
@@ -218,7 +215,7 @@ def _table(rows: Sequence[NDArray[np.bool_] | NDArray[np.float16] | None]) -> ND
 
 def _binomial(readings: Sequence[Reading]) -> float:
     """Return the variance of the mean accuracy over draws of the test samples, if all seeds agree on every sample."""
-    accuracy = min(max(math.fsum(one.accuracy for one in readings) / len(readings), 0.0), 1.0)  # R² may be negative
+    accuracy = math.fsum(one.accuracy for one in readings) / len(readings)
     return accuracy * (1 - accuracy) / min(one.num_test for one in readings)
 
 

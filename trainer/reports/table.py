@@ -32,7 +32,6 @@ from trainer.reports.runs import Run, Scored, name_of_data, protocol_of
 logger = logging.getLogger(__name__)
 
 FEATURES, PIXELS = "features", "pixels"
-ACCURACY, R2 = "accuracy", "R2"
 _FACTOR: Final = "factor."  # begins the name of a column with a factor
 _PLAIN: Final = {"num_epochs", "views", "batch_norm"}  # settings that the description of a protocol always gives
 _FITTED_ON: Final = {"policy": "views of the run's own policy", "none": "samples without views"}
@@ -58,7 +57,6 @@ class Measurement:
     commit, hardware: of the first start of the training.
     right_samples: which test samples are right, see `unpack_right` of trainer.probes.result; empty if it is not known.
     num_neighbors: the k of kNN; None for other readouts, and in tables from before it was recorded.
-    measure: of `value`: "accuracy", or "R2" of a label that is a number, of which no sample is right or wrong.
     """
 
     run: str
@@ -86,13 +84,12 @@ class Measurement:
     hardware: str = ""
     right_samples: str = field(default="", repr=False)
     num_neighbors: int | None = None
-    measure: str = ACCURACY
 
     @property
     def reading(self) -> Reading:
         """The accuracy, with its single samples if they are known and agree with it."""
         right_N = unpack_right(self.right_samples, num_test=self.num_samples) if self.right_samples else None
-        if right_N is not None and self.measure == ACCURACY and int(right_N.sum()) != self.num_right:
+        if right_N is not None and int(right_N.sum()) != self.num_right:
             right_N = None
         return Reading(self.value, self.num_samples, right_N)
 
@@ -280,13 +277,11 @@ def _probed(results: Sequence[ProbeResult], shared: Mapping[str, Any], run: Run 
             "initial": shared["encoder"] if run is None else _initial(run, result),
         }
         for readout, value in (("linear", result.linear.accuracy), ("knn", result.knn.accuracy)):
-            num_right = round(value * result.num_test) if result.penalty is None else 0
             yield Measurement(
                 **shared_by_result,
                 readout=readout,
                 value=value,
-                measure=ACCURACY if result.penalty is None else R2,
-                num_right=num_right,
+                num_right=round(value * result.num_test),
                 num_samples=result.num_test,
                 group="",
                 right_samples=result.right_samples.get(readout, ""),
