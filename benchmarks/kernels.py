@@ -89,8 +89,8 @@ class KernelCounter(TorchDispatchMode):
             self.messages[func.overloadpacket.__name__] += 1
         if num:
             self.launches[self.phase][func.overloadpacket.__name__] += num
-        if func.overloadpacket.__name__.startswith("_fused_"):
-            return None  # in place, and some have no form without data
+        if (name := func.overloadpacket.__name__).startswith("_fused_") and name.endswith("_"):
+            return None  # of an optimizer, in place; some have no form without data
         if func is aten._local_scalar_dense.default:
             return False if args[0].dtype == torch.bool else 1
         if func is aten.convolution.default:
@@ -114,7 +114,7 @@ def launches_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> in
     name = func.overloadpacket.__name__
     if func.is_view or name in _NO_LAUNCH or func.namespace != "aten":
         return 0
-    if name.startswith(("_foreach_", "_fused_")):
+    if name.startswith("_foreach_") or (name.startswith("_fused_") and name.endswith("_")):
         return _launches_of_lists([each for each in args if isinstance(each, list | tuple) and _is_tensors(each)])
     if name == "convolution_backward":
         return sum(args[10])

@@ -42,12 +42,9 @@ from trainer.objectives import Objective, ObjectiveOutput, ViewPair
 from trainer.objectives.health import embedding_health
 from trainer.optim.skipping import StateSnapshot, any_not_finite
 from trainer.views import ViewPolicy
-from trainer.views.adversarial_mask import AdversarialMask
-from trainer.views.composed import Composed
 from trainer.views.expert_audio import clean_spectrogram
 from trainer.views.health import view_health
 from trainer.views.inputs import from_bytes
-from trainer.views.viewmaker import Viewmaker
 
 
 @dataclass(frozen=True)
@@ -369,8 +366,8 @@ class TrainingStep:
     def _with_penalty(self, loss: Tensor, spec: BackwardPass, *, share: float = 1.0) -> Tensor:
         """Add a share of the penalty of masks that learn, for the views of the last call, to a loss."""
         for module in self._policy.modules() if spec.views_learn else ():
-            if isinstance(module, AdversarialMask):
-                loss = loss + share * module.take_penalty()
+            if take_penalty := getattr(module, "take_penalty", None):
+                loss = loss + share * take_penalty()
         return loss
 
     def _each_view(self, groups: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -434,7 +431,8 @@ class TrainingStep:
         return result, loss
 
     def _taken_change(self) -> tuple[Tensor, Tensor] | None:
-        return self._policy.take_change() if isinstance(self._policy, Composed | Viewmaker) else None
+        take_change = getattr(self._policy, "take_change", None)
+        return None if take_change is None else take_change()
 
     def _to_inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         is_expert_image = self._viewmaker is None and self._mel is None  # expert views of pictures are float32
@@ -443,9 +441,8 @@ class TrainingStep:
         def to_input(stored: Tensor) -> Tensor:
             if self._mel is not None:
                 return stored.to(dtype)
-            pictures = from_bytes(stored, dtype)
             # Only a viewmaker keeps the format of its input; other policies return contiguous views.
-            return pictures.to(memory_format=self._memory_format) if self._viewmaker is not None else pictures
+            return from_bytes(stored, dtype, torch.preserve_format if self._viewmaker is None else self._memory_format)
 
         a = to_input(batch.inputs_a)
         return a, a if batch.inputs_b is batch.inputs_a else to_input(batch.inputs_b)

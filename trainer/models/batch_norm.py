@@ -229,7 +229,7 @@ def _replace_statistics(norms: Sequence[_BatchNorm], by_all_ranks: Callable[[Ten
 
 
 _KERNEL_DEVICE = "cuda"
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 
 
 def _kernels(x_BCHW: Tensor, like_x: Tensor | None, num_groups: int) -> ModuleType | None:

@@ -2,7 +2,7 @@
 """Kernels in Triton for batch norm on a GPU, with an optional sum with a residual and a ReLU after it.
 
 A tensor is read as rows of C channels: the pixels of maps in channels_last, or a matrix. S equal groups of rows have
-statistics of their own. Inputs and outputs are bfloat16, float16 or float32; sums and statistics are float32.
+statistics of their own. Inputs and outputs are bfloat16 or float32; sums and statistics are float32.
 
 A program owns a part of the rows of one group, for some channels. It writes one partial result, and a second kernel
 combines them in a fixed order. So the same inputs give the same bits. No result depends on the number of processors.

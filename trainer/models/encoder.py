@@ -391,9 +391,8 @@ class Encoder(nn.Module):
         return self._pool(self._map(views_BCHW))
 
     def _pool(self, map_BCHW: Tensor) -> Tensor:
-        map_BCHW = _at_least_float32(map_BCHW)
         with torch.autocast(map_BCHW.device.type, enabled=False):
-            return self.trunk.pool(map_BCHW)
+            return _at_least_float32(self.trunk.pool(map_BCHW))
 
     def feature_size(self, height: int, width: int) -> int:
         """Return F for pictures of this size. Raises `UserError` if the trunk does not accept them."""

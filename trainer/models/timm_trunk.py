@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -55,6 +56,7 @@ class TimmTrunk(Trunk):
 
     def pool(self, map_BCHW: Tensor) -> Tensor:
         """Return the input of the model's classifier, (B, C): a mean or a class token, after its norms."""
+        map_BCHW = map_BCHW.to(torch.promote_types(map_BCHW.dtype, torch.float32))
         pooled_BC: Tensor = self.model.forward_head(map_BCHW, pre_logits=True)
         return pooled_BC
 

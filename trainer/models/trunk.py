@@ -12,11 +12,13 @@ from collections.abc import Container
 from itertools import groupby
 from typing import Self
 
+import torch
 from torch import Tensor, nn
 
 from data_pipeline.core.errors import UserError
 from trainer.models.activation_checkpointing import Checkpointing, run_blocks
 from trainer.models.batch_norm import SplitBatchNorm2d, SynchronizedBatchNorm2d, replace_batch_norm
+from trainer.models.cast_weights import cast_weights
 from trainer.models.random_layers import has_random_layers
 
 
@@ -69,8 +71,8 @@ class Trunk(nn.Module):
         return self
 
     def pool(self, map_BCHW: Tensor) -> Tensor:
-        """Return one vector for each picture, (B, C): the mean of the map over its pixels."""
-        return map_BCHW.mean((2, 3))
+        """Return one vector for each picture, (B, C): the mean of the map over its pixels, at least in float32."""
+        return map_BCHW.mean((2, 3), dtype=torch.promote_types(map_BCHW.dtype, torch.float32))
 
     def synchronize_batch_norm(self) -> None:
         """Make every batch norm work on the global batch. Raises `UserError` if one cannot."""
@@ -106,10 +108,11 @@ class ConvolutionalTrunk(nn.Sequential, Trunk):
         self._is_random = has_random_layers(self)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        if self.checkpointing == "none" or not self.training:  # a path that torch.compile can follow
-            map_BCHW: Tensor = super().forward(x_BCHW)  # type: ignore[no-untyped-call]
-            return map_BCHW
-        return run_blocks(self._blocks(), x_BCHW, checkpointing=self.checkpointing, random=self._is_random)
+        with cast_weights(self, x_BCHW.device.type):
+            if self.checkpointing == "none" or not self.training:  # a path that torch.compile can follow
+                map_BCHW: Tensor = super().forward(x_BCHW)  # type: ignore[no-untyped-call]
+                return map_BCHW
+            return run_blocks(self._blocks(), x_BCHW, checkpointing=self.checkpointing, random=self._is_random)
 
     def synchronize_batch_norm(self) -> None:
         """Make every batch norm work on the global batch; a ReLU outside the stages becomes a part of the norm."""

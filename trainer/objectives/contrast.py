@@ -24,7 +24,7 @@ from trainer.objectives.objective import BaseObjectiveConfig
 # [-1 / t, 1 / t]. exp(50) times a million candidates, its inverse, and the gradient of such a sum all fit into float32.
 MIN_TILED_TEMPERATURE = 0.02
 
-_SHORTEST = 1e-12  # a shorter vector is divided by this, so it stays short, like in F.normalize
+_LEAST_SQUARE = 1e-24  # is added to the mean square of a vector, so that a vector of zeros stays zero
 
 
 class AnchorChunks(BaseObjectiveConfig):
@@ -77,8 +77,9 @@ def unit_rows(z_a_BD: Tensor, z_b_BD: Tensor, *, scale: float | Tensor) -> Tenso
     """Return the rows of `unit_pair` times `scale`, (2 B, D), with the rows of the first view first."""
     check_pair(z_a_BD, z_b_BD)
     z_ND = torch.cat([z_a_BD, z_b_BD]).to(torch.promote_types(z_a_BD.dtype, torch.float32))
-    length_N1 = torch.linalg.vector_norm(z_ND, dim=1, keepdim=True).clamp_min(_SHORTEST)
-    u_ND: Tensor = z_ND * (scale / length_N1)
+    size = z_ND.shape[1:]
+    # Divides by the root of the mean square: on a GPU one kernel each way, and F.normalize takes 4 and 15.
+    u_ND: Tensor = F.rms_norm(z_ND, size, eps=_LEAST_SQUARE) * (scale * size.numel() ** -0.5)
     return u_ND
 
 
@@ -120,8 +121,8 @@ def candidates(*views_BD: Tensor) -> Tensor:
     return rows
 
 
-def log_probability(u_GD: Tensor, positive_N: Tensor, *, with_self: bool, chunk_size: int | None) -> Tensor:
-    """Return the log of the softmax over an anchor's inner products with all candidates, at its positive; (N,).
+def cross_entropy(u_GD: Tensor, positive_N: Tensor, *, with_self: bool, chunk_size: int | None) -> Tensor:
+    """Return minus the log of the softmax over an anchor's inner products with all candidates, at its positive; (N,).
 
     The first N of the candidates `u_GD` are the anchors. `positive_N` holds the numbers of their positives among the
     candidates. `with_self` keeps an anchor in its own denominator.
@@ -132,15 +133,13 @@ def log_probability(u_GD: Tensor, positive_N: Tensor, *, with_self: bool, chunk_
     the size of `u_GD`, for the gradient.
     """
     if chunk_size is not None:
-        log_probability_N: Tensor = _TiledLogProbability.apply(  # type: ignore[no-untyped-call]
-            u_GD, positive_N, with_self, chunk_size
-        )
-        return log_probability_N
+        tiled_N: Tensor = _TiledCrossEntropy.apply(u_GD, positive_N, with_self, chunk_size)  # type: ignore[no-untyped-call]
+        return tiled_N
     logits_NG = u_GD[: len(positive_N)] @ u_GD.T
     if not with_self:
         with torch.no_grad():  # a probability of 0 has no gradient, so autograd need not know about this
             logits_NG.fill_diagonal_(-torch.inf)
-    return -F.cross_entropy(logits_NG, positive_N, reduction="none")
+    return F.cross_entropy(logits_NG, positive_N, reduction="none")
 
 
 def margins(z_a_BD: Tensor, z_b_BD: Tensor, *, temperature: float | Tensor, chunk_size: int | None = None) -> Tensor:
@@ -195,8 +194,8 @@ def _log_sums(anchors_ND: Tensor, candidates_KD: Tensor, left_out_NV: Tensor) ->
     return logits_NK.logsumexp(1)
 
 
-class _TiledLogProbability(torch.autograd.Function):
-    """`log_probability` in tiles: the inner product with the positive minus the log of the sum over the candidates."""
+class _TiledCrossEntropy(torch.autograd.Function):
+    """`cross_entropy` in tiles: the log of the sum over the candidates minus the inner product with the positive."""
 
     @staticmethod
     def forward(ctx: Any, u_GD: Tensor, positive_N: Tensor, with_self: bool, chunk_size: int) -> Tensor:
@@ -208,14 +207,14 @@ class _TiledLogProbability(torch.autograd.Function):
                 sums_N[columns] += exp_IJ.sum(0)
         ctx.save_for_backward(u_GD, positive_N, sums_N)
         own_N = [(u_GD[rows] * u_GD[positive_N[rows]]).sum(1) for rows in _slices(0, len(positive_N), chunk_size)]
-        return torch.cat(own_N) - sums_N.log()
+        return sums_N.log() - torch.cat(own_N)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None, None]:
         u_GD, positive_N, sums_N = ctx.saved_tensors
         grad_GD = torch.zeros_like(u_GD)
-        weight_N = -grad_N / sums_N
+        weight_N = grad_N / sums_N
         with torch.autocast(u_GD.device.type, enabled=False):
             for rows, columns, is_mirrored, exp_IJ in _tiles(u_GD, *ctx.how):
                 weight_I1 = weight_N[rows, None]
@@ -223,8 +222,8 @@ class _TiledLogProbability(torch.autograd.Function):
                 grad_GD[rows].addmm_(exp_IJ, u_GD[columns])
                 grad_GD[columns].addmm_(exp_IJ.T, u_GD[rows])
             for rows in _slices(0, len(positive_N), ctx.how[-1]):
-                grad_GD[rows].addcmul_(grad_N[rows, None], u_GD[positive_N[rows]])
-                grad_GD.index_add_(0, positive_N[rows], grad_N[rows, None] * u_GD[rows])
+                grad_GD[rows].addcmul_(grad_N[rows, None], u_GD[positive_N[rows]], value=-1)
+                grad_GD.index_add_(0, positive_N[rows], grad_N[rows, None] * u_GD[rows], alpha=-1)
         return grad_GD, None, None, None
 
 

@@ -16,7 +16,7 @@ from data_pipeline.core.schema import Temperature
 from trainer.objectives.contrast import (
     ContrastiveConfig,
     alignment_of,
-    log_probability,
+    cross_entropy,
     own_rows_first,
     scale_of,
     unit_rows,
@@ -61,6 +61,6 @@ def nt_xent_loss(
     with torch.autocast(z_a_BD.device.type, enabled=False):
         u_ND = unit_rows(z_a_BD, z_b_BD, scale=scale_of(temperature, chunk_size=chunk_size))
         positive_N = torch.arange(len(u_ND), device=u_ND.device).roll(len(z_a_BD))
-        log_probability_N = log_probability(own_rows_first(u_ND), positive_N, with_self=False, chunk_size=chunk_size)
+        cross_entropy_N = cross_entropy(own_rows_first(u_ND), positive_N, with_self=False, chunk_size=chunk_size)
         alignment = alignment_of(u_ND, temperature)
-    return contrastive_output(-log_probability_N.mean(), log_probability_N, z_a_BD, z_b_BD, alignment=alignment)
+    return contrastive_output(cross_entropy_N.mean(), -cross_entropy_N.detach(), z_a_BD, z_b_BD, alignment=alignment)

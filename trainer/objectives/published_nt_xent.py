@@ -19,7 +19,7 @@ from data_pipeline.core.schema import Temperature
 from trainer.objectives.contrast import (
     ContrastiveConfig,
     alignment_of,
-    log_probability,
+    cross_entropy,
     own_rows_first,
     scale_of,
     unit_rows,
@@ -55,7 +55,7 @@ def published_nt_xent_loss(
         u_2BD = unit_rows(z_a_BD, z_b_BD, scale=scale_of(temperature, chunk_size=chunk_size))
         u_GD = own_rows_first(u_2BD)
         positive_B = torch.arange(len(z_a_BD), len(u_2BD), device=u_2BD.device)
-        log_probability_B = log_probability(u_GD, positive_B, with_self=True, chunk_size=chunk_size)
+        cross_entropy_B = cross_entropy(u_GD, positive_B, with_self=True, chunk_size=chunk_size)
         alignment = alignment_of(u_2BD, temperature)
-    loss = -log_probability_B.mean() - math.log(len(u_GD))
-    return contrastive_output(loss, log_probability_B, z_a_BD, z_b_BD, alignment=alignment)
+    loss = cross_entropy_B.mean() - math.log(len(u_GD))
+    return contrastive_output(loss, -cross_entropy_B.detach(), z_a_BD, z_b_BD, alignment=alignment)

@@ -9,6 +9,7 @@ Every flag is a bool scalar on the training device. Guarantees: the host never w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 def any_not_finite(norms: Iterable[Tensor]) -> Tensor:
     """Return whether any of these scalars is inf or nan, as a bool scalar on their device."""
-    return torch.stack(list(norms)).mul_(0).sum() != 0  # 0 times inf or nan is nan, which equals nothing
+    return reduce(torch.maximum, norms) * 0 != 0  # 0 times inf or nan is nan, which equals nothing
 
 
 class StateSnapshot:
@@ -81,24 +82,25 @@ def _step_and_undo(step: Callable[[], object], tensors: Sequence[Tensor], skip: 
 
 
 def _copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the values of the tensors, one after the other, as one flat tensor for each dtype among them."""
-    return [torch.cat(flat) for flat in _flat_by_dtype(tensors)]
+    """Return the bits of the tensors, one after the other, in one row, or two if some take less than 32 each."""
+    return [torch.cat(flat) for flat in _flat_bits(tensors)]
 
 
 @torch.no_grad()
 def _restore(tensors: Sequence[Tensor], copies: Sequence[Tensor], skip: Tensor) -> None:
-    """Write the copies of `_copies_of` back if `skip` is true, in four kernels for each dtype."""
+    """Write the copies of `_copies_of` back if `skip` is true, in three kernels for each of them."""
     if skip.device.type != "cpu" or skip:  # only on the CPU can the flag be read without waiting
-        for flat, copy in zip(_flat_by_dtype(tensors), copies, strict=True):
+        for flat, copy in zip(_flat_bits(tensors), copies, strict=True):
             kept = torch.where(skip, copy, torch.cat(flat))
             torch._foreach_copy_(flat, torch.split(kept, [len(part) for part in flat]))
 
 
-def _flat_by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return the tensors of each dtype, with all values of each in one row, which shares its memory."""
+def _flat_bits(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return the bits of each tensor in one row of int32, or uint8, that shares its memory: one list for each."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(_flat(tensor.detach()))
+        bits = torch.uint8 if tensor.dtype.itemsize < 4 else torch.int32
+        by_dtype.setdefault(bits, []).append(_flat(tensor.detach()).view(bits))
     return list(by_dtype.values())
 
 

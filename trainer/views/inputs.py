@@ -48,14 +48,16 @@ def rows_of(draws: Draws, rows: slice) -> Draws:
     return dataclasses.replace(draws, **{name: value[rows] for name, value in tensors.items()})
 
 
-def from_bytes(pixels: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def from_bytes(
+    pixels: Tensor, dtype: torch.dtype = torch.float32, memory_format: torch.memory_format = torch.preserve_format
+) -> Tensor:
     """Return uint8 pixels, or floats from 0 to 255, divided by 255: a new tensor of the same shape, of type `dtype`.
 
     If the divisor is a number of Python, torch multiplies by its reciprocal on a GPU, and half of the 256 values differ
     in their last bit from a CPU's. A tensor as the divisor makes both divide.
     """
-    numbers = pixels.to(dtype, copy=True)
-    return numbers.div_(torch.full((), 255, dtype=dtype, device=numbers.device))
+    divisor = torch.full([1] * pixels.dim(), 255, dtype=dtype, device=pixels.device)
+    return torch.div(pixels, divisor, out=torch.empty_like(pixels, dtype=dtype, memory_format=memory_format))
 
 
 def to_floating(inputs: Tensor) -> Tensor:

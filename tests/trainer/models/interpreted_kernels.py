@@ -123,14 +123,13 @@ def check_forms() -> None:
         given = Given.drawn(shape, torch.float32, 1 if shape[0] == 1 or form == "relu" else 2, form=form)
         found = given.by_kernels()
         assert_near(found, given.in_float64(found[0]), rtol=2e-6, case=(shape, form))
-    for dtype, rtol in ((torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)):
-        for form in ("relu", "residual"):
-            given = Given.drawn((6, 40, 5, 5), dtype, 3, form=form)
-            found = given.by_kernels()
-            expected = given.in_float64(found[0])
-            assert_near(found, expected, rtol=rtol, case=(dtype, form))
-            assert_near(found[1:3], expected[1:3], rtol=1e-6, case=(dtype, form, "statistics"))
-            assert_near(found[4:6], expected[4:6], rtol=1e-5, case=(dtype, form, "parameters"))
+    for form in ("relu", "residual"):
+        given = Given.drawn((6, 40, 5, 5), torch.bfloat16, 3, form=form)
+        found = given.by_kernels()
+        expected = given.in_float64(found[0])
+        assert_near(found, expected, rtol=2.0**-8, case=("bfloat16", form))
+        assert_near(found[1:3], expected[1:3], rtol=1e-6, case=("bfloat16", form, "statistics"))
+        assert_near(found[4:6], expected[4:6], rtol=1e-5, case=("bfloat16", form, "parameters"))
 
 
 def check_large_means() -> None:
@@ -228,7 +227,7 @@ def check_ranks(rank: str, store: str) -> None:
 
 def check_the_trial() -> None:
     """Before their first use on a GPU, right kernels pass and wrong ones do not."""
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float32):
         batch_norm._try_out(batch_norm_kernels, dtype)
     right = batch_norm_kernels.gradients
 

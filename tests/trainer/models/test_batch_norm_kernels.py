@@ -124,7 +124,7 @@ def passed(given: list[Tensor], *, residual: bool, relu: bool) -> list[Tensor]:
     ("shape", "dtype", "residual", "relu"),
     [
         *[(shape, torch.bfloat16, *form) for shape in [(64, 64, 32, 32), (64, 512, 4, 4), (10, 130)] for form in FORMS],
-        *[((6, 3, 5, 7), dtype, True, True) for dtype in (torch.bfloat16, torch.float16, torch.float32)],
+        *[((6, 3, 5, 7), dtype, True, True) for dtype in (torch.bfloat16, torch.float32)],
         *[((6, 3, 5, 7), torch.float32, False, False), ((64, 64, 32, 32), torch.float32, True, True)],
     ],
 )
@@ -136,7 +136,7 @@ def test_on_a_gpu_kernels_are_as_torch_in_float64_and_have_the_same_bits_again(
     found, again = (passed(given, residual=residual, relu=relu) for _ in range(2))
     assert all(map(torch.equal, found, again))
     expected = passed([each.double() for each in given], residual=residual, relu=relu)
-    rounding = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
+    rounding = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}[dtype]
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         # Rounding may move a value over the zero of the ReLU, and with it a gradient.
         flips = 1e-2 if relu and 0 < number < len(found) - 2 else 0

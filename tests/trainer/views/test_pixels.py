@@ -39,4 +39,4 @@ def test_pixels_are_divided_by_a_tensor() -> None:
 
     with Divisions():  # type: ignore[no-untyped-call]
         from_bytes(LEVELS)
-    assert [(divisor.device, divisor.shape) for divisor in divisors] == [(LEVELS.device, ())]
+    assert [(divisor.device, divisor.numel()) for divisor in divisors] == [(LEVELS.device, 1)]
