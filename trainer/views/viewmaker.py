@@ -23,6 +23,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from types import ModuleType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -144,6 +145,11 @@ def project(r_BCHW: Tensor, *, budget: float) -> Tensor:
     a share of 1e-4 / (mean + 1e-4) is not spent. Computed in float32 at least.
     """
     u_BCHW = torch.tanh(r_BCHW.to(torch.promote_types(r_BCHW.dtype, torch.float32)))
+    if _has_kernels(u_BCHW):
+        from trainer.views import viewmaker_kernels  # not at the top: Triton is large, and not on every system
+
+        delta_BCHW: Tensor = viewmaker_kernels.spend(u_BCHW.contiguous(memory_format=torch.channels_last), None, budget)
+        return delta_BCHW
     return budget * u_BCHW / (u_BCHW.abs().mean(dim=(1, 2, 3), keepdim=True) + 1e-4)
 
 
@@ -165,10 +171,9 @@ def attacked_views(keys: DrawKeys, *, rate: float, pairing: Pairing = "independe
 
 
 _KERNEL_DEVICE = "cuda"
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _works(dtype: torch.dtype) -> bool:
     return kernels("trainer.views.viewmaker_kernels", dtype, _try_out) is not None
 
@@ -187,9 +192,12 @@ def _try_out(_: ModuleType, dtype: torch.dtype) -> None:
     for device, own_dtype in (("cpu", torch.float64), (_KERNEL_DEVICE, dtype)):
         own = copy.deepcopy(layer).to(device, own_dtype)
         x, grad, noise = (each.to(device, own_dtype) for each in (x_BCHW, grad_BCHW, noise_LBHW[0]))
-        out = own(x.requires_grad_(), x, noise)[:, :17]
+        out = own(x.requires_grad_(), *prepare([own], x)[0], x, noise)[:, :17]
         out.backward(grad)
-        results.append((out, x.grad, own.conv.weight.grad, own.norm.weight.grad, own.norm.bias.grad))
+        r = x.detach().to(torch.promote_types(own_dtype, torch.float32)).requires_grad_()
+        delta = project(r, budget=0.05)
+        torch.autograd.backward(delta, delta.detach().roll(1, 0))
+        results.append((out, x.grad, own.conv.weight.grad, own.norm.weight.grad, own.norm.bias.grad, delta, r.grad))
     for expected, found in zip(*results, strict=True):
         assert found is not None
         assert expected is not None
@@ -221,12 +229,14 @@ def upsample_convolve(x_BIHW: Tensor, weight_OIKK: Tensor) -> Tensor:
 
     Computed as one transposed convolution of the small map with stride 2. Its 4 x 4 kernel sums the taps on the same
     small pixel, so four output pixels need 16 products instead of 36. A reflected pixel of the large map repeats the
-    edge of the small map: its border of one pixel, which the input has.
+    edge of the small map: its border of one pixel, which the input has. The weight may be that kernel already, flipped.
     """
-    taps_OIKK = F.avg_pool2d(weight_OIKK, 2, stride=1, padding=1, divisor_override=1)  # a sum: divided by 1
+    if weight_OIKK.shape[-1] == 3:
+        taps_OIKK = F.avg_pool2d(weight_OIKK, 2, stride=1, padding=1, divisor_override=1)  # a sum: divided by 1
+        weight_OIKK = taps_OIKK.flip(2, 3)
     if x_BIHW.device.type == "cpu" and weight_OIKK.shape[0] <= _FEW_CHANNELS:
         x_BIHW = x_BIHW.contiguous(memory_format=torch.channels_last)
-    return F.conv_transpose2d(x_BIHW, taps_OIKK.flip(2, 3).transpose(0, 1), stride=2, padding=3)
+    return F.conv_transpose2d(x_BIHW, weight_OIKK.transpose(0, 1), stride=2, padding=3)
 
 
 def convolve_large_kernel(x_BIHW: Tensor, weight_OIKK: Tensor) -> Tensor:
@@ -247,10 +257,7 @@ def convolve_large_kernel(x_BIHW: Tensor, weight_OIKK: Tensor) -> Tensor:
 
 
 def _convolve(x_BIHW: Tensor, weight_OIKK: Tensor, resize: Literal["down", "up"] | None = None) -> Tensor:
-    """Convolve a map with a border. If there are kernels, weights of 0 fill O and I up to multiples of 8."""
-    O, I = weight_OIKK.shape[:2]  # noqa: E741
-    if _has_kernels(x_BIHW) and (O % 8 or I % 8):
-        weight_OIKK = F.pad(weight_OIKK, (0, 0, 0, 0, 0, -I % 8, 0, -O % 8))
+    """Convolve a map with a border."""
     if resize == "up":
         return upsample_convolve(x_BIHW, weight_OIKK)
     if weight_OIKK.shape[-1] == _LARGE_KERNEL:
@@ -284,19 +291,26 @@ class ConvNorm(nn.Module):
         self.norm = nn.InstanceNorm2d(out_channels, affine=True)
         self.resize, self.border, self.repeat_edge = resize, border, repeat_edge
 
-    def forward(self, x_BCHW: Tensor, residual_BCHW: Tensor | None = None, noise_BHW: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x_BCHW: Tensor,
+        weight_OIKK: Tensor,
+        affine_B2C: Tensor | None,
+        residual_BCHW: Tensor | None = None,
+        noise_BHW: Tensor | None = None,
+    ) -> Tensor:
         """Return the ReLU of the normalised map, or its sum with a residual, and append the noise, if there is any.
 
-        The residual has a border of one pixel.
+        The residual has a border of one pixel. Weight and parameters of the norm are from `prepare`.
         """
         norm = self.norm
-        y_BCHW = _convolve(x_BCHW, self.conv.weight, self.resize)
-        if _has_kernels(y_BCHW):
-            from trainer.views import viewmaker_kernels  # not at the top: Triton is large, and not on every system
+        y_BCHW = _convolve(x_BCHW, weight_OIKK, self.resize)
+        if affine_B2C is not None:
+            from trainer.views import viewmaker_kernels
 
             y_BCHW = y_BCHW.contiguous(memory_format=torch.channels_last)  # as it is, unless torch has no such form
             out_BCHW: Tensor = viewmaker_kernels.normalise(
-                y_BCHW, norm.weight, norm.bias, residual_BCHW, noise_BHW, norm.eps, self.border, self.repeat_edge
+                y_BCHW, affine_B2C, residual_BCHW, noise_BHW, norm.eps, self.border, self.repeat_edge
             )[0]
             return out_BCHW
         # With one channel in each group, group norm is instance norm; it is twice as fast if the map is contiguous.
@@ -304,6 +318,20 @@ class ConvNorm(nn.Module):
         y_BCHW = F.relu(y_BCHW) if residual_BCHW is None else residual_BCHW[..., 1:-1, 1:-1] + y_BCHW
         y_BCHW = y_BCHW if noise_BHW is None else append_channel(y_BCHW, noise_BHW)
         return with_border(y_BCHW, self.border, repeat_edge=self.repeat_edge)
+
+
+def prepare(layers: Sequence[ConvNorm], x_BCHW: Tensor, *further: nn.Conv2d) -> list[tuple[Tensor, Tensor | None]]:
+    """Return the weights of layers and of further convolutions; for kernels, filled, with the norms' parameters."""
+    convolutions = [layer.conv for layer in layers] + list(further)
+    if not _has_kernels(x_BCHW):
+        return [(convolution.weight, None) for convolution in convolutions]
+    from trainer.views import viewmaker_kernels
+
+    upsamples = [layer.resize == "up" for layer in layers] + [False] * len(further)
+    norms = [parameter for layer in layers for parameter in (layer.norm.weight, layer.norm.bias)]
+    given = [convolution.weight for convolution in convolutions], upsamples, norms, len(x_BCHW)
+    weights, affine_LB2C = viewmaker_kernels.prepared(*given, _convolved_dtype(x_BCHW))
+    return list(zip_longest(weights, affine_LB2C))
 
 
 class Residual(nn.Module):
@@ -314,9 +342,9 @@ class Residual(nn.Module):
         self.first = ConvNorm(num_channels, num_channels)
         self.second = ConvNorm(num_channels, num_channels, repeat_edge=repeat_edge)
 
-    def forward(self, x_BCHW: Tensor, noise_BHW: Tensor | None = None) -> Tensor:
+    def forward(self, x_BCHW: Tensor, first: Any, second: Any, noise_BHW: Tensor | None) -> Tensor:
         """Return the sum, with the channel of noise of the next block, if there is one."""
-        out_BCHW: Tensor = self.second(self.first(x_BCHW), x_BCHW, noise_BHW)
+        out_BCHW: Tensor = self.second(self.first(x_BCHW, *first), *second, x_BCHW, noise_BHW)
         return out_BCHW
 
 
@@ -346,7 +374,7 @@ class Viewmaker(nn.Module):
             ]
         )
         self.out = nn.Conv2d(width, image_channels, _LARGE_KERNEL)
-        self._layers: Callable[[Tensor, Tensor, bool], Tensor] = self._run_layers
+        self._layers: Callable[[Tensor, Tensor, Any, bool], Tensor] = self._run_layers
 
     def compile_layers(self, **options: Any) -> None:
         """Compile the network by `torch.compile` with these options. Noise is drawn outside: its keys change."""
@@ -407,21 +435,25 @@ class Viewmaker(nn.Module):
         (noise_BHW,) = draw_noise(keys, H, W, layers=range(1))
         noise_of_blocks_LBHW = draw_noise(keys, H // _STRIDE, W // _STRIDE, layers=range(1, 1 + len(self.blocks)))
         learns = self.out.weight.requires_grad  # an argument, because the compiler does not see this flag change
-        return self._layers(_entering(append_channel(x_BCHW, noise_BHW)), noise_of_blocks_LBHW, learns)
+        x_BCHW = _entering(append_channel(x_BCHW, noise_BHW))
+        layers = [module for module in self.modules() if isinstance(module, ConvNorm)]
+        return self._layers(x_BCHW, noise_of_blocks_LBHW, prepare(layers, x_BCHW, self.out), learns)
 
-    def _run_layers(self, x_BCHW: Tensor, noise_of_blocks_LBHW: Tensor, learns: bool) -> Tensor:
+    def _run_layers(self, x_BCHW: Tensor, noise_of_blocks_LBHW: Tensor, prepared: Any, learns: bool) -> Tensor:
         """Return the perturbations before the budget, from pictures with their channel of noise and a border."""
 
         def called(layer: nn.Module, noise_BHW: Tensor | None) -> Callable[[Tensor], Tensor]:
-            return lambda x_BCHW: layer(x_BCHW, noise_BHW=noise_BHW)
+            own = [next(of_layers), next(of_layers)] if isinstance(layer, Residual) else next(of_layers)
+            return lambda x_BCHW: layer(x_BCHW, *own, noise_BHW=noise_BHW)
 
+        of_layers = iter(prepared)
         layers = [*self.stem, *self.blocks, *self.upsample]
         noises = [None, None, *noise_of_blocks_LBHW, None, None, None]  # each appended by the layer before its block
         blocks = [called(layer, noise_BHW) for layer, noise_BHW in zip(layers, noises, strict=True)]
         checkpointing = self.checkpointing if self.training else "none"
         assert self.out.bias is not None
         x_BCHW = run_blocks(blocks, x_BCHW, checkpointing=checkpointing)
-        r_BHWC = _convolve(x_BCHW, self.out.weight).permute(0, 2, 3, 1)
+        r_BHWC = _convolve(x_BCHW, next(of_layers)[0]).permute(0, 2, 3, 1)
         # Without channels that are only filled; the gradient of this slice is channels_last, too.
         r_BCHW = r_BHWC[..., : len(self.out.bias)].permute(0, 3, 1, 2) + self.out.bias[:, None, None]
         if not learns:

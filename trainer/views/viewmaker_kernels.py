@@ -12,6 +12,7 @@ Shapes: B samples, C channels, H rows, W columns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -212,8 +213,7 @@ def _normalise_gradient_kernel(
 @_operator
 def normalise(
     y: Tensor,
-    weight_C: Tensor,
-    bias_C: Tensor,
+    affine_B2C: Tensor,
     residual: Tensor | None,
     noise_BHW: Tensor | None,
     eps: float,
@@ -223,9 +223,10 @@ def normalise(
     """Normalise each channel of each sample; add the residual or, without one, take the ReLU; append the noise.
 
     The residual has a border of 1, which is not added. The border of the result mirrors it, without or with its edge.
+    The weights and biases are the same for each sample, but have a gradient for each, which are summed elsewhere.
     Returns the map with filled channels, and mean and 1 / standard deviation (B, 2, C), which have no gradient.
     """
-    (B, IN, H, W), C = y.shape, len(weight_C)
+    (B, IN, H, W), C, (weight_C, bias_C) = y.shape, affine_B2C.shape[2], affine_B2C[0]
     out = _map(y, filled(C + (noise_BHW is not None)), H + 2 * border, W + 2 * border)
     stats = y.new_empty((B, 2, C), dtype=torch.float32)
     sizes = {"H": H, "W": W, "C": C, "IN": IN, "OUT": out.shape[1], "BORDER": border, "REPEAT": int(repeat_edge)}
@@ -238,15 +239,14 @@ def normalise(
 def _normalise_gradient(
     grad: Tensor,
     y: Tensor,
-    weight_C: Tensor,
-    bias_C: Tensor,
+    affine_B2C: Tensor,
     stats: Tensor,
     relu: bool,
     border: int,
     repeat_edge: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of `y` and of the residual, and the sums for those of weight and bias, (B, 2, C)."""
-    (B, IN, H, W), C = y.shape, len(weight_C)
+    """Return the gradients of `y`, of the residual, and of weights and biases, (B, 2, C)."""
+    (B, IN, H, W), C, (weight_C, bias_C) = y.shape, affine_B2C.shape[2], affine_B2C[0]
     grad_y, sums = torch.empty_like(y), torch.empty_like(stats)
     inner = torch.empty_like(y) if relu else _map(y, IN, H + 2, W + 2)
     sizes = {"H": H, "W": W, "C": C, "IN": IN, "OUT": grad.shape[1], "BORDER": border, "REPEAT": int(repeat_edge)}
@@ -256,19 +256,134 @@ def _normalise_gradient(
 
 
 def _keep_maps(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    y, weight_C, bias_C, residual, _, _, border, repeat_edge = inputs
+    y, affine_B2C, residual, _, _, border, repeat_edge = inputs
     ctx.form = residual is None, border, repeat_edge
-    ctx.save_for_backward(y, weight_C, bias_C, output[1])
+    ctx.save_for_backward(y, affine_B2C, output[1])
     ctx.mark_non_differentiable(output[1])
 
 
 def _normalise_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    y, weight_C, *others = ctx.saved_tensors
     grad = grad.contiguous(memory_format=torch.channels_last)
-    grad_y, grad_residual, sums = _normalise_gradient(grad, y, weight_C, *others, *ctx.form)
-    grad_weight_C, grad_bias_C = sums.sum(0).to(weight_C.dtype)
+    grad_y, grad_residual, grad_affine_B2C = _normalise_gradient(grad, *ctx.saved_tensors, *ctx.form)
     has_residual = not ctx.form[0]
-    return grad_y, grad_weight_C, grad_bias_C, grad_residual if has_residual else None, *[None] * 4
+    return grad_y, grad_affine_B2C, grad_residual if has_residual else None, *[None] * 4
 
 
 normalise.register_autograd(_normalise_backward, setup_context=_keep_maps)
+
+
+@triton.jit
+def _fill_kernel(source_ptr, target_ptr, LAYERS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the weights of all layers, (O, K, K, I) each, from those in another form; see `fill`.
+
+    If K changes, each entry is the sum of up to four entries of the other form, which is flipped.
+    """
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    for n in tl.static_range(len(LAYERS)):
+        if tl.program_id(0) == n:
+            SO: tl.constexpr = LAYERS[n][0]
+            SK: tl.constexpr = LAYERS[n][1]
+            SI: tl.constexpr = LAYERS[n][2]
+            TO: tl.constexpr = LAYERS[n][3]
+            TK: tl.constexpr = LAYERS[n][4]
+            TI: tl.constexpr = LAYERS[n][5]
+            o, p, q, i = place // (TI * TK * TK), place // (TI * TK) % TK, place // TI % TK, place % TI
+            total = tl.zeros((BLOCK,), tl.float32)
+            for a in tl.static_range(1 if SK == TK else 2):
+                for b in tl.static_range(1 if SK == TK else 2):
+                    row = p if SK == TK else 3 - a - p
+                    column = q if SK == TK else 3 - b - q
+                    known = (o < SO) & (i < SI) & (row >= 0) & (row < SK) & (column >= 0) & (column < SK)
+                    entry = LAYERS[n][6] + ((o * SK + row) * SK + column) * SI + i
+                    total += tl.load(source_ptr + entry, known, other=0.0).to(tl.float32)
+            tl.store(target_ptr + LAYERS[n][7] + place, total.to(target_ptr.dtype.element_ty), o < TO)
+
+
+@_operator
+def fill(source: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return the weights of layers in another form, in one row of type `dtype`.
+
+    sizes: O, K and I of each layer in the form of `source`, and then in that of the result. Entries that only one form
+        has are 0. From K = 3 to K = 4 or back, see `upsample_convolve`.
+    """
+    layers, start, target_start = [], 0, 0
+    for SO, SK, SI, TO, TK, TI in zip(*[iter(sizes)] * 6, strict=True):
+        layers.append((SO, SK, SI, TO, TK, TI, start, target_start))
+        start, target_start = start + SO * SK * SK * SI, target_start + TO * TK * TK * TI
+    target = source.new_empty(target_start, dtype=dtype)
+    most = max(TO * TK * TK * TI for *_, TO, TK, TI, _, _ in layers)
+    launch(_fill_kernel, (len(layers), triton.cdiv(most, 1024)), source, target, LAYERS=tuple(layers), BLOCK=1024)
+    return target
+
+
+def _keep_sizes(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    source, sizes, _ = inputs
+    ctx.dtype, ctx.sizes = source.dtype, [sizes[n // 6 * 6 + (n + 3) % 6] for n in range(len(sizes))]
+
+
+fill.register_autograd(lambda ctx, grad: (fill(grad, ctx.sizes, ctx.dtype), None, None), setup_context=_keep_sizes)
+
+
+def prepared(
+    weights: Sequence[Tensor], upsamples: Sequence[bool], norms: Sequence[Tensor], num_samples: int, dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the filled weights of convolutions, and the parameters of norms for each sample, (B, 2, C).
+
+    upsamples: whether each convolution upsamples, so that K = 3 becomes 4; see `upsample_convolve`.
+    norms: weight and bias of each norm, one after the other.
+    """
+    rows, sizes, shapes = [], [], []
+    for weight, is_up in zip(weights, upsamples, strict=True):
+        num_out, num_in, size, _ = weight.shape
+        rows.append(weight.permute(0, 2, 3, 1).flatten())
+        shapes.append((filled(num_out), size + is_up, size + is_up, filled(num_in)))
+        sizes += [num_out, size, num_in, filled(num_out), size + is_up, filled(num_in)]
+    parts = fill(torch.cat(rows), sizes, dtype).split([math.prod(shape) for shape in shapes])
+    of_layers = [part.view(shape).permute(0, 3, 1, 2) for part, shape in zip(parts, shapes, strict=True)]
+    # Each sample's gradients are summed for all layers together.
+    affine = torch.cat(list(norms)).expand(num_samples, -1).split([2 * len(each) for each in norms[::2]], dim=1)
+    return of_layers, [each.unflatten(1, (2, -1)) for each in affine]
+
+
+@triton.jit(do_not_specialize=["budget"])
+def _spend_kernel(u_ptr, grad_ptr, out_ptr, budget, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * SIZE
+    entry = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    product = tl.zeros((BLOCK,), tl.float32)
+    for first in tl.range(0, SIZE, BLOCK):
+        u = tl.load(u_ptr + start + first + entry, first + entry < SIZE, other=0.0)
+        total += tl.abs(u)
+        if grad_ptr is not None:
+            product += u * tl.load(grad_ptr + start + first + entry, first + entry < SIZE, other=0.0)
+    mean = tl.sum(total, 0) / SIZE + 1e-4
+    slope = tl.sum(product, 0) / SIZE / mean
+    for first in tl.range(0, SIZE, BLOCK):
+        out = tl.load(u_ptr + start + first + entry, first + entry < SIZE, other=0.0)
+        if grad_ptr is not None:
+            grad = tl.load(grad_ptr + start + first + entry, first + entry < SIZE, other=0.0)
+            out = grad - tl.where(out > 0, slope, tl.where(out < 0, -slope, 0.0))
+        tl.store(out_ptr + start + first + entry, out * (budget / mean), first + entry < SIZE)
+
+
+@_operator
+def spend(u: Tensor, grad: Tensor | None, budget: float) -> Tensor:
+    """Return budget * u / (mean |u| + 1e-4), with one mean for each sample; with `grad` of that, the gradient of u.
+
+    All are float32 and channels_last.
+    """
+    out = torch.empty_like(u)
+    launch(_spend_kernel, (len(u),), u, grad, out, budget, SIZE=u[0].numel(), BLOCK=1024, num_warps=4)
+    return out
+
+
+def _keep_budget(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    u, _, ctx.budget = inputs
+    ctx.save_for_backward(u)
+
+
+def _spend_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return spend(*ctx.saved_tensors, grad.contiguous(memory_format=torch.channels_last), ctx.budget), None, None
+
+
+spend.register_autograd(_spend_backward, setup_context=_keep_budget)

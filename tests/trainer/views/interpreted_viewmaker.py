@@ -25,7 +25,7 @@ from trainer.views import viewmaker, viewmaker_kernels
 from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
 
 EPS = 1e-5
-ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}
 # Of a map: the first layer's, an inner one's with 136 channels, odd ones, and more pixels than a tile has.
 SHAPES = [(2, 4, 12, 8), (1, 136, 8, 8), (3, 24, 5, 7), (2, 40, 16, 24)]
 # Of a layer: whether it has a residual and noise, its border, and whether that repeats the edge.
@@ -54,7 +54,7 @@ def assert_near(found: Tensor, expected: Tensor, rtol: float, case: object, leas
 def check_norms() -> None:
     """Output and all gradients: with a ReLU or a residual, with and without noise, each border, and filled channels."""
     for number, shape in enumerate(SHAPES):
-        others = [(torch.float32, 1000), (torch.bfloat16, 0), (torch.float16, 0)] if number == 0 else []
+        others = [(torch.float32, 1000), (torch.bfloat16, 0)] if number == 0 else []
         for dtype, mean in [(torch.float32, 0), *others]:
             for with_residual, with_noise, border, repeat_edge in FORMS:
                 torch.manual_seed(number)
@@ -68,8 +68,9 @@ def check_norms() -> None:
                 noise = torch.rand(B, H, W) if with_noise else None
                 given = [y, torch.rand(C) + 0.5, torch.randn(C), residual]
                 leaves = [each.detach().requires_grad_() for each in given]
+                affine_B2C = torch.stack(leaves[1:3]).expand(B, 2, C)
                 found, stats = viewmaker_kernels.normalise(
-                    *leaves[:3], leaves[3] if with_residual else None, noise, EPS, border, repeat_edge
+                    leaves[0], affine_B2C, leaves[3] if with_residual else None, noise, EPS, border, repeat_edge
                 )
                 assert found.dtype == dtype
                 assert found.shape[1] % 8 == 0
@@ -106,6 +107,57 @@ def check_norms() -> None:
                     assert_near(own, other.grad, of_gradient, case)
                 assert leaves[0].grad is not None
                 assert not leaves[0].grad[:, C:].any(), case  # a norm hands on nothing of what is only filled
+
+
+def check_weights() -> None:
+    """Filled weights, the kernels of those that upsample, and all gradients."""
+    torch.manual_seed(0)
+    shapes = [(6, 4, 9, False), (8, 16, 3, False), (13, 9, 3, True), (3, 8, 3, True), (40, 41, 3, False)]
+    weights = [drawn(*shape[:3], shape[2]).requires_grad_() for shape in shapes]
+    norms = [torch.randn(size, requires_grad=True) for size in (5, 5, 9, 9)]
+    for dtype in ROUNDING:
+        upsamples = [is_up for *_, is_up in shapes]
+        found, affine = viewmaker_kernels.prepared(weights, upsamples, norms, 3, dtype)
+        for weight, is_up, own in zip(weights, upsamples, found, strict=True):
+            num_out, num_in, size, _ = case = weight.shape
+            exact = weight.detach().double().requires_grad_()
+            expected = exact
+            if is_up:
+                expected = F.conv_transpose2d(exact.flatten(0, 1)[:, None], torch.ones(1, 1, 2, 2).double())
+                expected = expected.view(num_out, num_in, size + 1, size + 1).flip(2, 3)
+            assert own.dtype == dtype
+            assert own.is_contiguous(memory_format=torch.channels_last)
+            assert own.shape == (-(-num_out // 8) * 8, -(-num_in // 8) * 8, *expected.shape[2:])
+            assert_near(own[:num_out, :num_in], expected.detach(), ROUNDING[dtype], case)
+            assert own.count_nonzero() == own[:num_out, :num_in].count_nonzero()
+            grad = drawn(*own.shape, dtype=dtype)
+            (gradient,) = torch.autograd.grad(own, weight, grad, retain_graph=True)
+            (of_exact,) = torch.autograd.grad(expected, exact, grad[:num_out, :num_in].double())
+            assert gradient.stride() == weight.stride()  # otherwise, the gradient of a parameter is a copy
+            assert_near(gradient, of_exact, 2e-6, (case, "gradient"))
+        for number, own in enumerate(affine):
+            weight, bias = norms[2 * number : 2 * number + 2]
+            assert torch.equal(own, torch.stack([weight, bias]).expand(3, -1, -1))
+            grads = torch.autograd.grad(own, [weight, bias], torch.ones_like(own), retain_graph=True)
+            assert all(torch.equal(each, torch.full_like(weight, 3)) for each in grads)
+
+
+def check_budget() -> None:
+    """Perturbations and their gradients, of more entries than a program reads at once, and of zeros."""
+    for size in (8, 24):
+        r = drawn(3, 3, size, size) - 3
+        r[1] = 0
+        grad, results = drawn(3, 3, size, size), []
+        for own in (r.requires_grad_(), r.detach().double().requires_grad_()):
+            with on_the_cpu() as launches:
+                delta = viewmaker.project(own, budget=0.05)
+                torch.autograd.backward(delta, grad.to(own.dtype))
+            assert launches.call_count == (2 if own.dtype == torch.float32 else 0)
+            results.append((delta, own.grad))
+        for found, expected in zip(*results, strict=True):
+            assert found is not None
+            assert expected is not None
+            assert_near(found, expected.detach(), 2e-6, size)
 
 
 def network(channels: int, width: int, dtype: torch.dtype) -> Viewmaker:
@@ -145,8 +197,8 @@ def check_network() -> None:
             found = passed(ours, x, target)
         num_layers = 3 + 2 * 2 + 2
         forwards = 2 if form == "checkpointed" else 1
-        # A norm for each layer, with its gradient, and two draws of noise.
-        assert launches.call_count == (1 + forwards) * num_layers + 2, (form, launches.call_count)
+        # A norm for each layer, with its gradient, two draws of noise, weights and budget with their gradients.
+        assert launches.call_count == (1 + forwards) * num_layers + 2 + 4, (form, launches.call_count)
         assert len(found) == len(expected)
         # The shift of a norm before another norm has no effect, so its gradient is a rounding error.
         least = max(float(each.norm()) for each in expected[2:]) / 100
@@ -188,6 +240,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "trial": check_the_trial,
     "noise": check_noise,
     "norms": check_norms,
+    "weights": check_weights,
+    "budget": check_budget,
     "network": check_network,
 }
 
