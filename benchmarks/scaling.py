@@ -41,7 +41,7 @@ from benchmarks.step_throughput import configure, step_of
 from data_pipeline.core.batch import Batch
 from data_pipeline.core.errors import UserError, run_command
 from launch.here import free_port
-from trainer.distributed.collectives import barrier
+from trainer.distributed.collectives import any_rank
 from trainer.distributed.environment import WorldEnv, destroy_process_group, init_process_group
 from trainer.memory import keep_freed_memory
 from trainer.modules import build_modules
@@ -142,7 +142,7 @@ def worker(rank: int, core: int, size: int, start: Barrier, pipe: Connection, ot
                     run(batch)
                 pipe.send(time.perf_counter() - began)
         if not apart:
-            barrier()
+            any_rank(False)  # waits for all
             destroy_process_group()
 
 

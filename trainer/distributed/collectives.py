@@ -204,13 +204,6 @@ def all_gather_parts(x_BD: Tensor) -> list[Tensor]:
     return [rows_BD[:num] for rows_BD, num in zip(rows_WBD, nums_W, strict=True)]
 
 
-def barrier() -> None:
-    """Wait until every rank has called this."""
-    if is_distributed():
-        with stage("communication"):
-            dist.barrier()
-
-
 def sum_in_rank_order(x: Tensor) -> Tensor:
     """Return the sum of `x` over all ranks, without gradient, with each number added up in rank order.
 

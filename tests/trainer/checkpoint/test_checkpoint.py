@@ -31,7 +31,7 @@ from trainer.checkpoint.files import FORMAT_VERSION, read_index, read_states, wr
 from trainer.checkpoint.restore import newest_state, restore
 from trainer.checkpoint.save import CheckpointWriter, HostMemory
 from trainer.config import RunConfig
-from trainer.distributed.collectives import barrier, rank
+from trainer.distributed.collectives import rank
 from trainer.distributed.engines import Engine
 from trainer.distributed.engines.ddp_engine import DDPEngine
 from trainer.models.heads import HeadConfig
@@ -502,7 +502,7 @@ def fail_together(run_dir: RunDir) -> list[str]:
     met = [error_of(lambda: save_twice(1))]
     if rank() == 0:
         run_dir.checkpoints.unlink()
-    barrier()
+    dist.barrier()
     save_twice(3)
     return [
         *met,

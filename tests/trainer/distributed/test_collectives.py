@@ -13,7 +13,6 @@ from trainer.distributed.collectives import (
     all_reduce_mean_scalars,
     all_reduce_sum,
     any_rank,
-    barrier,
     broadcast_json,
     from_first_rank,
     rank,
@@ -76,7 +75,6 @@ def test_sum_and_its_gradient_are_summed_over_the_ranks() -> None:
 
 
 def _agreements() -> tuple[dict[str, float], bool, bool, str, Skips, list[list[int]]]:
-    barrier()
     means = all_reduce_mean_scalars({"b": float(rank()), "a": torch.tensor(2.0 * rank(), requires_grad=True)})
     word = broadcast_json(f"from {rank()}", str)
     skips = from_first_rank(lambda: Skips(rank(), [0.1]), Skips)
@@ -100,4 +98,3 @@ def test_without_a_process_group_everything_is_the_identity() -> None:
     assert all_reduce_mean_scalars({"a": torch.tensor(1.5), "b": 2}) == {"a": 1.5, "b": 2.0}
     assert all_reduce_mean_scalars({}) == {}
     assert (any_rank(True), any_rank(False), broadcast_json("x", str)) == (True, False, "x")
-    barrier()

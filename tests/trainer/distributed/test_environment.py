@@ -15,7 +15,7 @@ from data_pipeline.core.errors import UserError
 from launch.here import free_port
 from tests.gloo import run_ranks
 from trainer.distributed import environment as env_module
-from trainer.distributed.collectives import AnyRank, barrier
+from trainer.distributed.collectives import AnyRank
 from trainer.distributed.engines import DDPConfig, EngineInputs
 from trainer.distributed.environment import (
     WorldEnv,
@@ -215,7 +215,7 @@ def errors_of_the_rank_that_is_left() -> list[bool]:
     """Return whether each error of rank 0 counts as the end of rank 1, which leaves before all of them."""
     engine = DDPConfig().build(torch.nn.Linear(2, 1), EngineInputs(SGDConfig(), 2))
     loss, any_rank = engine(torch.ones(1, 2)).sum(), AnyRank()
-    barrier()
+    dist.barrier()
     if dist.get_rank() == 1:
         dist.destroy_process_group()
         return []
@@ -228,7 +228,7 @@ def errors_of_the_rank_that_is_left() -> list[bool]:
         raise RuntimeError("Connection closed by peer")
 
     lost = []
-    for action in (partial(engine.backward, loss), barrier, any_rank_answers, of_its_own):
+    for action in (partial(engine.backward, loss), dist.barrier, any_rank_answers, of_its_own):
         with pytest.raises(RuntimeError) as raised:
             action()
         lost.append(lost_another(raised.value))
