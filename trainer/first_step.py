@@ -22,7 +22,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.kinds import OF_THIS_PROJECT, KindConfig, is_own, package_of, path_of
 from trainer.distributed.collectives import on_every_rank, rank
 from trainer.modules import TrainedModules
-from trainer.objectives import Objective, ObjectiveOutput
+from trainer.objectives import Objective
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ _Check = Callable[[tuple[Any, ...], Any], str | None]  # from inputs and result,
 
 
 def check_first_step(modules: TrainedModules, objective: Objective, *, device: torch.device) -> None:
-    """Let the first step raise `UserError` if views, trunk or objective of the user's own return what cannot train.
+    """Let the first step raise `UserError` if views or trunk of the user's own return what cannot train.
 
     The error comes on one rank, and the others exit. Also warns of views and objectives that draw from a global random
     generator. Compiled networks are not checked, because the compiler cannot follow hooks.
@@ -50,7 +50,7 @@ def check_first_step(modules: TrainedModules, objective: Objective, *, device: t
     parts: dict[str, tuple[KindConfig, nn.Module, _Check]] = {
         "views": (config.views, views, partial(_wrong_views, shape=view_shape, is_bounded=not may_leave_range)),
         "encoder": (config.encoder, trunk, partial(_wrong_map, trunk)),
-        "objective": (config.objective, objective, _wrong_loss),
+        "objective": (config.objective, objective, lambda *_: None),  # the step raises what is wrong
     }
     # With its head, which is trained even if a trunk detaches its map.
     trained = {
@@ -124,20 +124,6 @@ def _wrong_map(trunk: Any, given: tuple[Any, ...], map_BCHW: Any) -> str | None:
     return _wrong_tensor(trunk.pool(map_BCHW.detach()), wanted, shape=(num_rows, trunk.num_channels))
 
 
-def _wrong_loss(given: tuple[Any, ...], output: Any) -> str | None:
-    wanted = "an ObjectiveOutput with a loss, which is a scalar tensor, and a mapping of metrics"
-    if not isinstance(output, ObjectiveOutput):
-        return f"{_described(output)}, return {wanted}"
-    if said := _wrong_tensor(output.loss, wanted, shape=()):
-        return f"the loss {said}"
-    for name, metric in output.metrics.items():
-        if isinstance(metric, Tensor) and (metric.dim() > 0 or metric.requires_grad):
-            return f"the metric {name} as {_described(metric)}, return a scalar tensor without gradient (detach)"
-    if given[0].requires_grad and not output.loss.requires_grad:
-        return "a loss without gradient, return one that depends on the embeddings, without detach, item or no_grad"
-    return None
-
-
 def _wrong_tensor(
     result: Any, wanted: str, *, shape: tuple[int, ...] | None = None, num_rows: int | None = None
 ) -> str | None:
@@ -155,7 +141,7 @@ def _described(result: Any) -> str:
     if not isinstance(result, Tensor):
         return type(result).__name__
     kind = str(result.dtype).removeprefix("torch.")
-    return f"{kind} of shape {tuple(result.shape)}{', with gradient' if result.requires_grad else ''}"
+    return f"{kind} of shape {tuple(result.shape)}"
 
 
 def _check_gradients(module: nn.Module, name: str) -> None:

@@ -112,13 +112,6 @@ def alone(loss: Tensor) -> ObjectiveOutput:
         ("encoder", lambda maps: maps.detach(), "4 of 6 parameters"),
         ("encoder", lambda maps: maps / 0, "inf or nan"),
         ("encoder", lambda maps: None, "returned NoneType"),
-        ("objective", lambda loss: loss, "float32 of shape \\(\\), with gradient, return an ObjectiveOutput"),
-        ("objective", lambda loss: None, "returned NoneType"),
-        ("objective", lambda loss: alone(float(loss)), "the loss float"),  # type: ignore[arg-type]
-        ("objective", lambda loss: alone(loss[None]), r"of shape \(1,\)"),
-        ("objective", lambda loss: alone(loss.detach()), "without gradient"),
-        ("objective", lambda loss: alone(loss * float("nan")), "inf or nan"),
-        ("objective", lambda loss: ObjectiveOutput(loss, {"twice": 2 * loss}), "the metric twice"),
     ],
 )
 def test_a_wrong_result_is_one_sentence(
