@@ -40,8 +40,6 @@ class RunConfig(Schema):
     precision: the dtype of parameters, embeddings and losses. "bfloat16" means float32 with autocast to bfloat16 inside
         encoder and viewmaker. In float64, runs on different numbers of ranks agree to the last few digits. In lower
         precision, rounding can push a ReLU over zero, and the runs diverge after some steps, like two runs on one rank.
-    view_forwards: "two" encodes each view in its own forward pass, as published; in "one" pass, batch norm sees both
-        views together, as DINO does. A teacher does the same. Predictors and MoCo's key encoder see one view at a time.
     compile: "auto" compiles nothing. On one GPU, it records the whole step as a CUDA graph and replays it (see
         `trainer.recorded_step`), unless code of others takes part or the precision is float64. "step" records with
         these too, and warns if that is not possible. true compiles encoder and viewmaker with torch.compile; the first
@@ -64,7 +62,6 @@ class RunConfig(Schema):
     optimizer: OptimizerConfig = SGDConfig()
     adversary: AdversaryConfig | None = None
     engine: EngineConfig = DDPConfig()
-    view_forwards: Literal["two", "one"] = "two"
     global_batch_size: Annotated[int, Field(ge=2, le=2**24)]
     num_epochs: Count
     memory: MemoryConfig = MemoryConfig()

@@ -47,8 +47,3 @@ def _check_views(config: RunConfig) -> None:
         )
     if num > 2 and views.is_learned:
         raise ValueError(f"views.kind={views.kind} is learned and makes {num} views; learned views are two")
-    if num > 3 and config.encoder.batch_norm == "split" and config.view_forwards == "one":
-        raise ValueError(
-            "encoder.batch_norm=split with view_forwards=one cuts the further views of "
-            f"views.kind={views.kind} into other groups on another number of ranks; set view_forwards=two"
-        )

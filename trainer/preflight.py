@@ -148,12 +148,7 @@ def check_batch(config: RunConfig, train: TrainManifest | None, *, num_ranks: in
             f"{num_ranks} ranks; set memory.micro_batches={gcd(rank_batch_size, num_parts)}"
         )
     if config.encoder.batch_norm == "split":
-        check_splits(
-            config.encoder.batch_norm_splits,
-            global_batch_size=size // num_parts,
-            num_ranks=num_ranks,
-            forwards=2 if config.view_forwards == "two" else 1,
-        )
+        check_splits(config.encoder.batch_norm_splits, global_batch_size=size // num_parts, num_ranks=num_ranks)
 
 
 def check_input_shape(config: RunConfig, *, height: int, width: int, where: str) -> None:
@@ -175,7 +170,7 @@ def check_input_shape(config: RunConfig, *, height: int, width: int, where: str)
 
 def check_batch_norm(config: RunConfig, *, height: int, width: int, num_ranks: int) -> None:
     """Raise `UserError` if a batch norm would get a single value of each channel, which has no deviation."""
-    together = config.global_batch_size // config.memory.micro_batches * (2 if config.view_forwards == "one" else 1)
+    together = config.global_batch_size // config.memory.micro_batches
     trunk_rows, head_rows = {
         "synchronized": (together, together),
         "local": (together // num_ranks, together // num_ranks),

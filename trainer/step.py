@@ -3,8 +3,7 @@
 A sample is a picture, or a waveform; the views of a waveform are spectrograms, which are pictures of one channel.
 
 Both views are made together, as 2 B rows, which takes half as many operations. They are encoded such that batch norm
-treats each view as a separate batch, as published in two forward passes (see `Encoder.forward`). With
-`view_forwards="one"`, batch norm sees both views as one batch.
+treats each view as a separate batch, as published in two forward passes (see `Encoder.forward`).
 
 A view policy may have further views, which may be smaller (`BaseViewsConfig.num_further`). They are made one by one,
 and encoded in a group of their own: views of one size pass the encoder together. The objective gets all embeddings.
@@ -382,12 +381,11 @@ class TrainingStep:
         """Return the embeddings of each view, after one pass for each group."""
         if spec.reversal is not None:
             groups = tuple(reverse_gradient(views, spec.reversal) for views in groups)
-        is_apart = self._config.view_forwards == "two"
         with stage("forward"), self._autocast(groups[0].device), self._seeded(batch, spec, part):
             return self._each_view(
                 tuple(
                     # Their format is changed once, and not in each convolution.
-                    self._encoder(views.to(memory_format=self._memory_format), num_views if is_apart else 1)
+                    self._encoder(views.to(memory_format=self._memory_format), num_views)
                     for views, num_views in zip(groups, self._group_sizes, strict=True)
                 )
             )
@@ -406,7 +404,6 @@ class TrainingStep:
             epoch=batch.epoch,
             labels=batch.labels,
             further_views=tuple(further_views),
-            one_forward=self._config.view_forwards == "one",
         )
         z_a_BD, z_b_BD, *further_BD = embeddings
         with stage("forward"), self._autocast(views_a.device):  # for a key encoder; losses switch autocast off

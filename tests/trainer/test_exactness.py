@@ -32,7 +32,7 @@ OBJECTIVES = {
     "nt_xent": [],
     "nt_xent_published": [],
     "info_nce": [],
-    "split": ["view_forwards=one"],
+    "split": [],
     "linear": [],
     "barlow_twins": [],
     "moco": ["objective.queue_size=16"],
@@ -86,7 +86,6 @@ def configure_multi_crop(objective: str, overrides: list[str]) -> RunConfig:
 # Encoders, views and games whose blocks, or whose trunk, pass twice before one backward pass: how to configure each.
 OTHERS: dict[str, tuple[Callable[[str, list[str]], RunConfig], str, list[str]]] = {
     "resnet": (configure_game, "nt_xent", []),
-    "one_forward": (configure_game, "split", [CONVNET]),
     "queue": (configure_game, "moco", [CONVNET]),
     "teacher": (configure_game, "byol", [CONVNET]),
     "in_turns": (configure_game, "simsiam", [CONVNET, "adversary.update=alternating"]),

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-import pytest
 import torch
 from torch import Tensor
 
 from configs import resolve_recipe
 from data_pipeline.core.batch import Batch
-from data_pipeline.core.errors import UserError
 from trainer.build import Training, assemble
 from trainer.modules import build_modules
 from trainer.objectives import BaseObjectiveConfig, Objective, ObjectiveInputs, ObjectiveOutput, ViewPair
@@ -65,9 +63,8 @@ def train(*overrides: str, views: str = MULTI_CROP) -> tuple[Training, Spread, d
     return training, objective, gradients
 
 
-@pytest.mark.parametrize("view_forwards", ["two", "one"])
-def test_an_objective_of_three_views_gets_each_view_and_its_embedding(view_forwards: str) -> None:
-    training, objective, gradients = train(f"view_forwards={view_forwards}")
+def test_an_objective_of_three_views_gets_each_view_and_its_embedding() -> None:
+    training, objective, gradients = train()
     ((pair, z_NBD),) = objective.seen
     (local_BCHW,) = pair.further_views
     assert [tuple(each.shape) for each in (pair.views_a_BCHW, pair.views_b_BCHW, local_BCHW)] == [
@@ -84,22 +81,12 @@ def test_an_objective_of_three_views_gets_each_view_and_its_embedding(view_forwa
 
     encoder = training.modules.encoder
     both = torch.cat([pair.views_a_BCHW, pair.views_b_BCHW])
-    z = [*encoder(both, 2 if view_forwards == "two" else 1).chunk(2), encoder(local_BCHW)]
+    z = [*encoder(both, 2).chunk(2), encoder(local_BCHW)]
     torch.testing.assert_close(list(z_NBD), [each.detach() for each in z])
     loss = Spread()(z[0], z[1], pair, z[2]).loss
     expected = torch.autograd.grad(loss, list(encoder.parameters()))
     for (name, _), gradient in zip(encoder.named_parameters(), expected, strict=True):
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-8, atol=1e-12)
-
-
-def test_split_batch_norm_of_all_further_views_in_one_forward_pass_is_refused() -> None:
-    """A rank would cut its own rows of all views into groups, one process the rows of one view after the other."""
-    split = ["encoder.batch_norm=split", "encoder.batch_norm_splits=4", "objective.kind=dino"]
-    several, one = (f"views={{kind: multi_crop, num_local: {num}}}" for num in (3, 1))
-    with pytest.raises(UserError, match=r"view_forwards=one cuts the further views.*; set view_forwards=two"):
-        resolve_recipe("debug:image", [*split, several, "view_forwards=one"])
-    resolve_recipe("debug:image", [*split, several, "view_forwards=two"])
-    resolve_recipe("debug:image", [*split, one, "view_forwards=one"])
 
 
 def test_micro_batches_keep_the_samples_of_all_views_together() -> None:

@@ -198,7 +198,7 @@ def batch(config: RunConfig) -> Batch:
         ("debug:image", ["views.kind=random_mask", CONVNET]),
         ("debug:image", ["views.kind=channel_dropout", CONVNET]),
         ("debug:image", ["views={kind: multi_crop, num_local: 2}", "objective={kind: dino, num_prototypes: 8}"]),
-        ("debug:image", ["encoder.batch_norm=split", "encoder.batch_norm_splits=2", "view_forwards=one"]),
+        ("debug:image", ["encoder.batch_norm=split", "encoder.batch_norm_splits=2"]),
         (
             "debug:viewmaker",
             ["adversary.update=alternating", "adversary.viewmaker_steps=2", "objective.kind=simsiam", CONVNET],

@@ -50,7 +50,7 @@ every_case = pytest.mark.parametrize(
     ("recipe", "overrides", "num_recordings"),
     [
         *[("debug:image", [f"objective.kind={kind}", *more, CONVNET], 1) for kind, more in OBJECTIVES.items()],
-        ("debug:image", ["encoder.batch_norm=split", "encoder.batch_norm_splits=2", "view_forwards=one"], 1),
+        ("debug:image", ["encoder.batch_norm=split", "encoder.batch_norm_splits=2"], 1),
         ("debug:image", ["memory.micro_batches=2", "memory.encoder_checkpointing=whole", CONVNET], 1),
         ("debug:image", ["views.kind=random_mask", CONVNET], 1),
         ("debug:image", ["views.kind=channel_dropout", CONVNET], 1),

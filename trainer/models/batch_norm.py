@@ -163,20 +163,16 @@ class SplitBatchNorm2d(nn.BatchNorm2d):
         return torch.cat(parts)
 
 
-def check_splits(num_splits: int, *, global_batch_size: int, num_ranks: int, forwards: int = 2) -> None:
-    """Raise `UserError` if split batch norm on that many ranks cannot give the same result as in one process.
-
-    `forwards` is 2 if the two views pass the encoder one after the other, and 1 if a rank's rows hold both views.
-    """
+def check_splits(num_splits: int, *, global_batch_size: int, num_ranks: int) -> None:
+    """Raise `UserError` if split batch norm on that many ranks cannot give the same result as in one process."""
     if global_batch_size % num_splits:
         raise UserError(
             f"encoder.batch_norm=split cuts a batch into {num_splits} equal groups, but global_batch_size "
             f"{global_batch_size} is not a multiple of that; change it, or encoder.batch_norm_splits"
         )
-    most_ranks = num_splits if forwards == 2 else num_splits // 2
-    if most_ranks % num_ranks:
+    if num_splits % num_ranks:
         raise UserError(
-            f"encoder.batch_norm=split needs a number of ranks that divides {most_ranks} groups, but there are "
+            f"encoder.batch_norm=split needs a number of ranks that divides {num_splits} groups, but there are "
             f"{num_ranks}; change it, or encoder.batch_norm_splits"
         )
 

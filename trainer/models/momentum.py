@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from trainer.models.activation_checkpointing import buffers_untouched
@@ -54,16 +54,6 @@ class MomentumCopy(nn.Module):
         """Return the output of the copy. With `updates_buffers=False`, its buffers do not change."""
         with nullcontext() if updates_buffers else buffers_untouched(self.module):
             return self.module(*inputs)
-
-    def of_two(self, first: Tensor, second: Tensor, *, one_forward: bool, updates_buffers: bool) -> tuple[Tensor, ...]:
-        """Return the outputs of two batches of equal size, for which batch norm is as it was for the online module.
-
-        With `one_forward`, both pass together, as one batch; otherwise one after the other.
-        """
-        if one_forward:
-            outputs: tuple[Tensor, ...] = self(torch.cat([first, second]), updates_buffers=updates_buffers).chunk(2)
-            return outputs
-        return tuple(self(inputs, updates_buffers=updates_buffers) for inputs in (first, second))
 
 
 def _is_cut(parameter: nn.Parameter) -> bool:

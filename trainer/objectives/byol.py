@@ -86,8 +86,9 @@ class BYOL(Objective):
     def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair) -> ObjectiveOutput:
         if pair.updates_state:
             self.teacher.follow()
-        teacher_a_BD, teacher_b_BD = self.teacher.of_two(
-            pair.views_a_BCHW, pair.views_b_BCHW, one_forward=pair.one_forward, updates_buffers=pair.updates_state
+        teacher_a_BD, teacher_b_BD = (
+            self.teacher(views_BCHW, updates_buffers=pair.updates_state)
+            for views_BCHW in (pair.views_a_BCHW, pair.views_b_BCHW)
         )
         p_a_BD, p_b_BD = (
             predict(self.predictor, z_BD, updates_buffers=pair.updates_state) for z_BD in (z_a_BD, z_b_BD)

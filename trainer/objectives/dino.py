@@ -150,9 +150,8 @@ class DINO(Objective):
         if pair.updates_state:
             self.teacher.follow()
             self.teacher_prototypes.follow()
-        teacher_2BD = self.teacher.of_two(
-            pair.views_a_BCHW, pair.views_b_BCHW, one_forward=pair.one_forward, updates_buffers=pair.updates_state
-        )
+        views = pair.views_a_BCHW, pair.views_b_BCHW
+        teacher_2BD = [self.teacher(views_BCHW, updates_buffers=pair.updates_state) for views_BCHW in views]
         teacher_BK = [self.teacher_prototypes(z_BD) for z_BD in teacher_2BD]
         loss = dino_loss(
             [self.prototypes(z_BD) for z_BD in (z_a_BD, z_b_BD, *further_BD)],

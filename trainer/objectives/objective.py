@@ -54,8 +54,6 @@ class ViewPair:
         epoch: the epoch of the step, from 0; None if the objective does not need it.
         labels: each label of the samples by name, (B,) int64, as in `data_pipeline.core.batch.Batch`.
         further_views: (B, C, H, W) each, the views beside the first two, which may have another size.
-        one_forward: whether the encoder got both views in one forward pass, so that its batch norm saw them as one
-            batch. A teacher does the same.
     """
 
     views_a_BCHW: Tensor
@@ -66,7 +64,6 @@ class ViewPair:
     epoch: int | None = None
     labels: Mapping[str, Tensor] = field(default_factory=dict)
     further_views: tuple[Tensor, ...] = ()
-    one_forward: bool = False
 
     def required_epoch(self) -> int:
         """Return the epoch. Raises `ValueError` if it was not given."""

@@ -39,7 +39,6 @@ _FREE = (
     "cudnn_benchmark",
     "engine",
     "precision",
-    "view_forwards",
     "max_skipped_in_a_row",
     "memory.encoder_checkpointing",
     "memory.viewmaker_checkpointing",
