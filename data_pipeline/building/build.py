@@ -151,7 +151,7 @@ def build_dataset(
                 if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
                     return _check_finished(directory, plan, num_workers=num_workers)
                 with _whole_or_nothing(directory, plan.scan.directory):
-                    tars = _make_tars(plan, title=f"building {directory.name}", num_workers=num_workers)
+                    tars = _make_tars(plan, title=f"building {directory}", num_workers=num_workers)
                     return _write_index(plan, tars)
             except _UnreadableError as error:
                 bad |= error.records

@@ -57,7 +57,7 @@ def test_build_verify_and_preview(
     assert out[2].endswith(", crosses, blobs")
     assert re.match(r"label_overlay, letter: 26 classes of 0 to \d samples each, A, B, .*, L, \.\.\.$", out[3])
     assert out[4:] == ["overlay: letters, drawn into the shards", "made from: procedural; split train, seed 0"]
-    assert err[-1].startswith("building built: 40/40 in ")
+    assert err[-1].startswith(f"building {built}: 40/40 in ")
 
     status, out, _ = run(capsys, monkeypatch, *build)
     assert status == 0
