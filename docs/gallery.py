@@ -46,6 +46,8 @@ DATASETS: list[tuple[str, str, Options, Options]] = [
     ("second_digit\nsize=12", "placed_digits_second_digit", PLACED, {**DIGITS, "size": "12"}),
     ("... 24", "placed_digits_second_digit", PLACED, {**DIGITS, "size": "24"}),
     ("bits", "placed_digits_bits", PLACED, {"bits": "7"}),
+    ("boolean", "placed_digits_boolean", PLACED, {}),
+    ("shared_number", "procedural_shared_number", {}, {**DIGITS, "length": "4"}),
     ("colours", "placed_digits_colours", PLACED, {}),
     ("trifeature", "trifeature", {"image_size": "64"}, {}),
 ]
@@ -88,7 +90,7 @@ def make_batch(dataset: str, source_options: Options, overlay_options: Options) 
 def row_of_dataset(title: str, dataset: str, source_options: Options, overlay_options: Options) -> GridRow:
     """Return a row of `NUM` samples, at 64 x 64 pixels. Of added channels, the first sample's."""
     batch, manifest = make_batch(dataset, source_options, overlay_options)
-    if dataset.endswith("_bits"):
+    if dataset.endswith(("_bits", "_boolean", "_shared_number")):
         pictures_BCHW = batch.inputs_a[0, -NUM:, None].expand(-1, 3, -1, -1) / 255
     else:
         pictures_BCHW = torch.from_numpy(pictures_of(batch, manifest)).permute(0, 3, 1, 2) / 255

@@ -29,6 +29,7 @@ from tests.nursery import run_python
 from tests.real_data import REPOSITORY
 from trainer.analyze import ANALYSES
 from trainer.config import RunConfig
+from trainer.views.policy import VIEWS
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CHANGELOG.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 OF_OTHERS = "own-code.md"
@@ -215,6 +216,14 @@ def test_the_tree_of_the_architecture_page_is_that_of_the_code() -> None:
         f"{init.parent.relative_to(REPOSITORY)}/" for init in (REPOSITORY / "data_pipeline").glob("*/__init__.py")
     }
     assert rooms <= seen
+
+
+def test_the_gallery_shows_every_overlay_and_every_view_policy() -> None:
+    """But for policies by epoch, which take the others in turn."""
+    code = (REPOSITORY / "docs" / "gallery.py").read_text()
+    datasets, kinds = re.findall(r'"([a-z_]+_[a-z_]+)"', code), re.findall(r'"kind": "(\w+)"', code)
+    assert {name for name in OVERLAYS if any(dataset.endswith(f"_{name}") for dataset in datasets)} == set(OVERLAYS)
+    assert {*kinds, "sequence", "by_epoch"} >= set(VIEWS)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
