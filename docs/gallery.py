@@ -47,7 +47,7 @@ DATASETS: list[tuple[str, str, Options, Options]] = [
     ("... 24", "placed_digits_second_digit", PLACED, {**DIGITS, "size": "24"}),
     ("bits", "placed_digits_bits", PLACED, {"bits": "7"}),
     ("boolean", "placed_digits_boolean", PLACED, {}),
-    ("shared_number", "procedural_shared_number", {}, {**DIGITS, "length": "4"}),
+    ("shared\nnumber", "procedural_shared_number", {}, {**DIGITS, "length": "4"}),
     ("colours", "placed_digits_colours", PLACED, {}),
     ("trifeature", "trifeature", {"image_size": "64"}, {}),
 ]
