@@ -5,6 +5,8 @@ The filed accuracies are of the runs that the study trains. docs/suppression.md 
 
 from __future__ import annotations
 
+import csv
+import gzip
 import json
 import re
 from pathlib import Path
@@ -112,6 +114,39 @@ def test_the_means_of_the_cures_that_are_not_on_the_page_are_those_of_their_reco
     (digit, photo), page = zip(*means, strict=True), " ".join((ROOT / "docs/cures.md").read_text().split())
     wanted = f"digit {digit[0]}, {digit[1]} and {digit[2]} %, photo {photo[0]}, {photo[1]} and {photo[2]} %"
     assert f"{wanted}; on the page's data SimCLR has {digit[3]} and {photo[3]} %" in page
+
+
+def test_the_table_of_both_features_has_the_filed_runs() -> None:
+    found: dict[tuple[str, ...], list[float]] = {}
+    with gzip.open(ROOT / "docs/suppression/both_features.csv.gz", "rt") as file:
+        for run in csv.DictReader(file):  # in the order of the seeds
+            if int(run["seed"]) in {3, 4, 5}:
+                point = tuple(run[name] for name in ("setting", "difficulty", "encoder", "steps", "label"))
+                found.setdefault(point, []).append(float(run["accuracy"]))
+    settings = {
+        "RandBit, 5 bits": ("randbit", "5"),
+        "RandBit, 10 bits": ("randbit", "10"),
+        "Coloured digits, uncorrelated": ("colours", "0.0"),
+    }
+    table = (ROOT / "docs/cures.md").read_text().partition("### Both features")[2].partition("*Four draws*")[0]
+    lines = [
+        line.strip("| ").split(" | ")
+        for line in table.splitlines()
+        if line.startswith(tuple("| " + name for name in settings))
+    ]
+    assert len(lines) == 5
+    for title, encoder, steps, digit, ceiling, kept, easy, kept_easy in lines:
+        for label, shown, reference, share in (
+            ("base", digit, float(ceiling), kept),
+            ("overlay", easy, 100.0, kept_easy),
+        ):
+            accuracies = found[*settings[title], encoder, steps, label]
+            chance = 50 if label == "overlay" and "bits" in title else 10
+            assert [float(number) for number in shown.split(", ")] == pytest.approx(accuracies, abs=0.0501)
+            mean = sum(accuracies) / len(accuracies)
+            assert float(share.removesuffix(" %")) == pytest.approx(
+                100 * (mean - chance) / (reference - chance), abs=0.0501
+            )
 
 
 def test_the_shares_of_the_page_on_the_dropout_rate_are_those_of_its_records() -> None:
