@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -107,10 +108,12 @@ def describe(
         for pair in pairs
         if space in pair
     )
-    right = {}
+    right, confusion = {}, {}
     for name, predicted in fitted.predicted.items():
         test_N = target.test_N.to(predicted.device)
         right[name] = pack_right((predicted == test_N)[test_N != NO_LABEL])
+        counts = Counter(zip(test_N.tolist(), predicted.tolist(), strict=True))
+        confusion[name] = tuple((*pair, num) for pair, num in sorted(counts.items()) if pair[0] != NO_LABEL)
     return ProbeResult(
         label=space,
         title=test.manifest.labels[space].title,
@@ -128,6 +131,7 @@ def describe(
         num_unlabelled=len(test) + test.num_left_out - num_labelled(target.test_N),
         groups=tuple(groups),
         right_samples=right,
+        confusion=confusion,
         **facts,
     )
 

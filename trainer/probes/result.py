@@ -23,6 +23,8 @@ from trainer.probes.knn import KNNResult
 from trainer.probes.linear import LinearResult, ProbeConfig
 from trainer.run_dir import read_object
 
+_UNEVEN = 1.5  # classes are, if the largest has more than so many times the test samples of the smallest
+
 
 class ScoredEncoder(Schema):
     """What was scored, and on what, if it is not a run on its own data.
@@ -60,6 +62,8 @@ class ProbeResult(Schema):
         not imported, and is empty in old results.
     right_samples: for each method, "linear" and "knn", a bit for each test sample, see `unpack_right`. It lacks
         methods of old results.
+    confusion: for each method, how many test samples of a right class get a class: (right, class, samples), without
+        those of no samples; none in old results.
     scored: the encoder, if it is not that of a run on its own data.
     run: the run whose encoder it is, see `trainer.reports.config_identity.run_identity`; None in old results, and if
         the run records no start.
@@ -84,6 +88,7 @@ class ProbeResult(Schema):
     groups: tuple[Groups, ...] = ()
     own_code: dict[str, str] = Field(default_factory=dict)
     right_samples: dict[str, str] = Field(default_factory=dict)
+    confusion: dict[str, tuple[tuple[int, int, int], ...]] = Field(default_factory=dict)
     scored: ScoredEncoder | None = None
     run: str | None = None
 
@@ -91,6 +96,17 @@ class ProbeResult(Schema):
     def data(self) -> tuple[str, str]:
         """Return the hashes of the train set and the test set on which it was measured."""
         return self.train_manifest_sha256, self.test_manifest_sha256
+
+    def balanced_accuracy(self, method: str) -> float | None:
+        """Return the mean of the accuracies of the classes; None if the classes are about even, or if not recorded."""
+        num_of: dict[int, int] = {}
+        right_of: dict[int, int] = {}
+        for right, given, num in self.confusion.get(method, ()):
+            num_of[right] = num_of.get(right, 0) + num
+            right_of[right] = right_of.get(right, 0) + num * (right == given)
+        if not num_of or max(num_of.values()) <= _UNEVEN * min(num_of.values()):
+            return None
+        return sum(right_of[each] / num_of[each] for each in num_of) / len(num_of)
 
     def is_of_other_run(self, run: str | None) -> bool:
         """Return whether it is known to be of another run than the one with this identity."""

@@ -16,21 +16,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from data_pipeline.core.schema import as_typed, flatten
+from trainer.probes.features import LabelSpace, label_order
+from trainer.probes.result import ProbeResult
 from trainer.provenance import facts_of_starts
 from trainer.reports.charts import color_of, curves, sweep_charts
-from trainer.reports.comparison import Comparison, Encoder, Score, compare
+from trainer.reports.comparison import Comparison, Encoder, Score, compare, last_rows
 from trainer.reports.paired import Estimate
 from trainer.reports.runs import Picture, Run, Scored
-from trainer.reports.table import Measurement, encoder_names
+from trainer.reports.table import BALANCED, Measurement, encoder_names
 
 CODE = frozenset({"directory", "command", "commit", "train manifest", "test manifest"})
 _STYLE = Path(__file__).with_name("report.css")
 _TOPS = (0.1, 0.25, 0.5, 1.0)  # ends of the scale of a panel
+_MOST_CLASSES = 20  # of a confusion that the page shows
 _NOT_COMPARED = ("name", "seed")
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """The shares of the test samples of each class (row) that the linear probe of an encoder gives to each class."""
+
+    title: str
+    encoder: str
+    classes: Sequence[str]
+    shares: Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -71,6 +85,8 @@ def page(
             problems=list(dict.fromkeys([*problems, *(problem for run in runs for problem in run.problems)])),
             sweeps=sweep_charts(rows, axes),
             views=_views(pictures, names),
+            confusions=confusions(runs, names),
+            balanced=_balanced(rows),
             curves=curves(runs, rows, names),
             loss_notes=list(dict.fromkeys(note for note in notes if note is not None)),
             analyses=_analyses(pictures),
@@ -78,6 +94,7 @@ def page(
             provenance=provenance(runs) + _provenance_of_scored(scored or {}),
             code=CODE,
         )
+        .replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
     )
 
 
@@ -171,6 +188,36 @@ def _worst_groups(comparison: Comparison) -> list[list[str]]:
         for encoder in comparison.encoders
         for label, worst in encoder.worst.items()
     ]
+
+
+def confusions(runs: Sequence[Run], names: Mapping[str, str]) -> list[Confusion]:
+    """Return the confusions of labels with few classes, at the last step of each run, over the seeds of an encoder."""
+    found: dict[tuple[LabelSpace, str], dict[str, ProbeResult]] = {}
+    for run in runs:
+        last = max((result.checkpoint_step for result in run.results), default=0)
+        for result in run.results:
+            if result.checkpoint_step == last > 0 and 0 < len(result.class_names) <= _MOST_CLASSES:
+                found.setdefault((result.label, names[run.name]), {}).setdefault(run.name, result)
+    tables, labels = [], label_order(label for label, _ in found)
+    for (label, encoder), results in sorted(found.items(), key=lambda one: labels.index(one[0][0])):
+        first = next(iter(results.values()))
+        num_KK = np.zeros([len(first.class_names)] * 2)
+        for result in results.values():
+            for right, given, num in result.confusion.get("linear", ()):
+                num_KK[right, given] += num
+        if num_KK.any():
+            shares_KK = num_KK / np.maximum(num_KK.sum(1, keepdims=True), 1)
+            tables.append(Confusion(first.title or f"{label} label", encoder, first.class_names, shares_KK.tolist()))
+    return tables
+
+
+def _balanced(rows: Sequence[Measurement]) -> list[list[str]]:
+    """Return encoder, label and mean over seeds of each balanced accuracy of a trained encoder, in %."""
+    values: dict[tuple[str, str], list[float]] = {}
+    for row in last_rows(rows):
+        if row.readout == BALANCED:
+            values.setdefault((row.encoder, row.title or f"{row.label} label"), []).append(row.value)
+    return [[*place, percent(statistics.fmean(of_seeds))] for place, of_seeds in values.items()]
 
 
 def _views(pictures: Sequence[tuple[Run, Picture]], names: Mapping[str, str]) -> list[tuple[Run, Picture]]:

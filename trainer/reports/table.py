@@ -32,6 +32,7 @@ from trainer.reports.runs import Run, Scored, name_of_data, protocol_of
 logger = logging.getLogger(__name__)
 
 FEATURES, PIXELS = "features", "pixels"
+BALANCED = "linear, balanced"
 _FACTOR: Final = "factor."  # begins the name of a column with a factor
 _PLAIN: Final = {"num_epochs", "views", "batch_norm"}  # settings that the description of a protocol always gives
 _FITTED_ON: Final = {"policy": "views of the run's own policy", "none": "samples without views"}
@@ -43,7 +44,8 @@ class Measurement:
 
     encoder: the name of the configuration; runs that differ only in their seed share it.
     factors: the levels of the run in the factors of its study, the settings of its sweep, or the settings that differ.
-    readout: "linear" or "knn" (probes), "linear, worst group", or "online_ridge" or "online_knn" (during training).
+    readout: "linear" or "knn" (probes), "linear, worst group", "linear, balanced" (the mean over classes, if they are
+        uneven; no sample is right or wrong), or "online_ridge" or "online_knn" (during training).
     reads: what the probe reads: "features", "embedding" or "pixels".
     protocol: the other settings of the probe in words. Accuracies of two protocols are never compared.
     step: of the checkpoint; 0 is the untrained encoder.
@@ -286,6 +288,10 @@ def _probed(results: Sequence[ProbeResult], shared: Mapping[str, Any], run: Run 
                 group="",
                 right_samples=result.right_samples.get(readout, ""),
                 num_neighbors=result.knn.num_neighbors if readout == "knn" else None,
+            )
+        if (balanced := result.balanced_accuracy("linear")) is not None:
+            yield Measurement(
+                **shared_by_result, readout=BALANCED, value=balanced, num_right=0, num_samples=result.num_test
             )
         worst = [(one, groups) for groups in result.groups if (one := groups.worst("linear")) is not None]
         if worst:

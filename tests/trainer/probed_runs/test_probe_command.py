@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 from PIL import Image
+from sklearn.metrics import confusion_matrix
 from torch import Tensor
 
 from configs import debug
@@ -170,6 +172,12 @@ def test_the_heads_that_are_kept_score_what_was_reported(data: Path, probed: Pro
         right_N = unpack_right(result.right_samples["linear"], num_test=result.num_test)
         assert right_N is not None
         assert right_N.tolist() == (head.classes(features_NF) == test.by_label[space]).tolist()
+        expected_KK = confusion_matrix(
+            test.by_label[space], head.classes(features_NF), labels=range(head.bias_K.numel())
+        )
+        counts = {(right, read): num for right, read, num in result.confusion["linear"]}
+        assert counts == {place: num for place, num in np.ndenumerate(expected_KK) if num}
+        assert sum(num for *_, num in result.confusion["knn"]) == len(test)
     assert list(heads.by_label) == ["base", "overlay"]
     assert heads.made_by.startswith("probe with num_epochs 5, batch_size 128, ")
     assert "online" not in heads.made_by

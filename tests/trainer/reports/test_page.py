@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import csv
 import json
 import re
 import shutil
@@ -11,7 +12,10 @@ from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
+from sklearn.metrics import balanced_accuracy_score, confusion_matrix
 
 from configs import debug
 from configs.sweep import resolve_sweep
@@ -136,6 +140,42 @@ def test_settings_and_commits_that_differ_are_shown(tmp_path: Path, monkeypatch:
     assert page.row("wall time")[1] == "1 h 2 min"
     assert page.row("samples a second")[1] == "106"
     assert page.row("train manifest")[1] == "a" * 12
+
+
+def add_confusion(run: Path, right_N: NDArray[np.int64], read_N: NDArray[np.int64]) -> None:
+    """Add to the result of the label base which class is read in how many samples of which class, by a loop."""
+    path = RunDir(run).probes(11) / "base.json"
+    counts: dict[tuple[int, int], int] = {}
+    for pair in zip(right_N.tolist(), read_N.tolist(), strict=True):
+        counts[pair] = counts.get(pair, 0) + 1
+    result = json.loads(path.read_text())
+    write_json(path, result | {"confusion": {"linear": [[*pair, num] for pair, num in counts.items()]}})
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_confusions_are_those_of_all_seeds_and_balanced_accuracies_of_uneven_classes(
+    uneven: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = np.random.default_rng(0)
+    right_N = np.repeat(np.arange(10), [300, *[60] * 8, 20] if uneven else 100)
+    runs, of_seeds = [], []
+    for seed in (0, 1):
+        read_N = np.where(draw.random(len(right_N)) < 0.5, right_N, draw.integers(0, 10, len(right_N)))
+        run = make_run(tmp_path / f"seed{seed}", seed=seed, trained={"base": [float((read_N == right_N).mean())]})
+        add_confusion(run, right_N, read_N)
+        runs.append(run)
+        of_seeds.append(read_N)
+    page = Page(report(monkeypatch, tmp_path / "r.html", *runs, "--csv", str(tmp_path / "t.csv")))
+    expected_KK = 100 * confusion_matrix(np.tile(right_N, 2), np.concatenate(of_seeds), normalize="true")
+    for number, expected_K in enumerate(expected_KK):
+        [row] = [row[1:] for row in page.rows if row[0].strip() == str(number)]
+        shown = [float(cell.strip() or 0) for cell in row]
+        np.testing.assert_allclose(shown, expected_K, atol=0.5)
+    balanced = [balanced_accuracy_score(right_N, read_N) for read_N in of_seeds]
+    rows = [row for row in csv.DictReader((tmp_path / "t.csv").open()) if row["readout"] == "linear, balanced"]
+    assert [float(row["value"]) for row in rows] == (pytest.approx(balanced) if uneven else [])
+    found = [row[-1].strip() for row in page.rows if row[:2] == ["debug-image ", "base label "]]
+    assert found == ([f"{100 * np.mean(balanced):.1f}"] if uneven else [])
 
 
 def test_a_run_without_a_probe_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
