@@ -33,7 +33,7 @@ CASES: dict[str, str] = {
     "nt_xent_decoder": "decoder.hidden_sizes=[8] target_size=4",
     "byol": "predictor.hidden_sizes=[8]",
     **dict.fromkeys(("dino", "dino of three views"), "num_prototypes=12"),
-    **dict.fromkeys(("supervised", "supervised of three views"), "label=digit"),
+    **dict.fromkeys(("supervised", "supervised of three views", "joint_contrastive"), "label=digit"),
 }
 
 

@@ -7,6 +7,7 @@ parameter is given a gradient instead. Overlays and spectrograms, which are draw
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from data_pipeline.core.batch import Batch
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.overlays import Overlay, registry
 from data_pipeline.overlays.bits import Bits
+from data_pipeline.overlays.boolean import Boolean
 from data_pipeline.overlays.colours import Colours
 from data_pipeline.overlays.digits import Digits
 from data_pipeline.overlays.dominoes import Dominoes
@@ -34,6 +36,7 @@ from data_pipeline.overlays.letters import Letters
 from data_pipeline.overlays.noise import Noise
 from data_pipeline.overlays.second_digit import SecondDigit
 from data_pipeline.overlays.shapes import Shapes
+from data_pipeline.overlays.shared_number import SharedNumber
 from data_pipeline.overlays.tiled_digit import TiledDigit
 from tests.small_encoder import convnet
 from trainer.build import assemble
@@ -81,7 +84,7 @@ class Waits(TorchDispatchMode):
             self._note(args[0], f"copies from {args[0].device} to {kwargs['device']}")
         if func is aten.copy_.default and args[0].device != args[1].device:
             self._note(args[0], f"copies from {args[1].device} to {args[0].device}")
-        if func.overloadpacket.__name__.startswith("_fused_"):
+        if re.fullmatch("_fused_.*_", func.overloadpacket.__name__):
             return None  # in place, and some have no form without data
         if func is aten.native_batch_norm.out:  # whose form without data takes milliseconds
             return kwargs["out"], kwargs["save_mean"], kwargs["save_invstd"]
@@ -265,6 +268,8 @@ OVERLAYS: dict[str, Overlay] = {
     "dominoes": Dominoes(torch.zeros(20, 32, 32, dtype=torch.uint8), torch.arange(20) // 2, correlation=0.5),
     "tiled digit": TiledDigit(torch.zeros(20, 10, 10, dtype=torch.uint8), torch.arange(20) % 10, image_size=32),
     "second digit": SecondDigit(torch.zeros(20, 10, 10, dtype=torch.uint8), torch.arange(20) % 10, image_size=32),
+    "shared number": SharedNumber(torch.zeros(20, 10, 10, dtype=torch.uint8), torch.arange(20) % 10, length=2),
+    "boolean": Boolean(degree=2, easy_degree=1, size=3, correlation=0.5),
     "noise": Noise.of([torch.rand(50)] * 3, num_points=40, volume=0.1, crop="random_offset"),
 }
 

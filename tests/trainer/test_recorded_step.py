@@ -37,7 +37,7 @@ PLAIN_OBJECTIVES = [
     "simsiam",
     "supervised",
 ]
-PLAIN_OBJECTIVES += ["symmetric_info_nce", "dcl", "macl", "ifm", "vicreg"]
+PLAIN_OBJECTIVES += ["symmetric_info_nce", "dcl", "macl", "ifm", "vicreg", "joint_contrastive"]
 OBJECTIVES: dict[str, list[str]] = {
     **{kind: [] for kind in PLAIN_OBJECTIVES},
     "moco": ["objective.queue_size=16"],
