@@ -191,7 +191,9 @@ def test_published_differences_are_those_of_the_cells_and_larger_than_their_devi
         if not a["mean"]:  # a figure without numbers, or nothing
             assert (
                 line["points"]
-                in {"pairs": {"+"}, "firing": {"+"}, "sharing": {""}, "ablations": {"+", ""}}[line["study"]]
+                in {"pairs": {"+"}, "firing": {"+"}, "sharing": {""}, "ablations": {"+", ""}, "masks": {""}}[
+                    line["study"]
+                ]
             )
             continue
         assert float(line["points"]) == pytest.approx(float(a["mean"]) - float(b["mean"]), abs=1e-6)

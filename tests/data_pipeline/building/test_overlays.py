@@ -37,6 +37,7 @@ from data_pipeline.overlays import (
     scaled,
 )
 from data_pipeline.overlays.bits import Bits
+from data_pipeline.overlays.boolean import Boolean
 from data_pipeline.overlays.colours import Colours
 from data_pipeline.overlays.digits import Digits
 from data_pipeline.overlays.dominoes import Dominoes
@@ -45,6 +46,7 @@ from data_pipeline.overlays.noise import Crop, Noise
 from data_pipeline.overlays.registry import NAMES, OVERLAYS, find_overlay, kind_of, load_overlay, save_overlay
 from data_pipeline.overlays.second_digit import SecondDigit
 from data_pipeline.overlays.shapes import Shapes, shape_mask
+from data_pipeline.overlays.shared_number import SharedNumber
 from data_pipeline.overlays.tiled_digit import TiledDigit
 from data_pipeline.sources.background import read_sounds
 from data_pipeline.sources.digits import resize, sklearn_digits
@@ -576,6 +578,8 @@ SAVED: dict[str, Callable[[], Overlay]] = {
     "dominoes": dominoes,
     "second_digit": lambda: SecondDigit.open(overlay_inputs("second_digit", size="20")),
     "tiled_digit": lambda: TiledDigit.open(overlay_inputs("tiled_digit", blend="opaque")),
+    "shared_number": lambda: SharedNumber.open(overlay_inputs("shared_number", length="2")),
+    "boolean": partial(Boolean, degree=2, easy_degree=1, size=3, correlation=0.5),
 }
 
 
