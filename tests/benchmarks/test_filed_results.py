@@ -21,11 +21,9 @@ from trainer.reports.table import Measurement, read_csv
 
 ROOT = Path(__file__).parents[2]
 FILED = "docs/suppression/accuracies.csv.gz"
-NOT_ON_EVERY_SETTING = {
-    "SIGReg",
-    "late pruning",
-    "adversarial masks",
-}  # cures that were not trained on some settings yet
+# Cures and settings that were not trained yet.
+NOT_ON_EVERY_SETTING = re.compile("SIGReg|late pruning|adversarial masks|ceiling: .*, joint")
+NOT_FILED = {"Boolean features", "Boolean features, correlated", "Digits in two modalities"}
 NOT_IN_THE_STUDY = "near neighbours"  # a cure whose code is gone
 
 
@@ -46,7 +44,8 @@ def test_filed_results_are_of_the_runs_that_the_study_trains(rows: list[Measurem
     study = []
     for run in studies.suppression_small():
         factors = run.tracking.factors
-        if factors["cure"] not in NOT_ON_EVERY_SETTING or (factors["cure"], factors["setting"]) in found:
+        is_due = factors["setting"] not in NOT_FILED and not NOT_ON_EVERY_SETTING.fullmatch(factors["cure"])
+        if is_due or (factors["cure"], factors["setting"]) in found:
             study.append((run.name, run.seed, factors))
     assert len(filed) == len(study)
     for name, seed, factors in study:

@@ -104,7 +104,8 @@ def test_without_labels_everything_else_works_and_the_rest_says_what_is_missing(
         probe_run(run_dir, ProbeOptions(), device=CPU)
     for name in ANALYSES:
         analysis = load_analysis(name)
-        needs = {"feature_dropout": said, "concentration": f"but {test_set} lacks them"}
+        needs = {"concentration": f"but {test_set} lacks them"}
+        needs |= dict.fromkeys(("feature_dropout", "play", "mistakes"), said)
         if name in needs:
             with pytest.raises(UserError, match=needs[name]):
                 analysis.analyze([LoadedRun(run_dir)], config=analysis.settings())
