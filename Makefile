@@ -33,11 +33,11 @@ demo: $(PACKAGE)
 	@echo '1 of 4: draw 7,000 pictures (10 s on 2 idle cores)'
 	$(BIN)/python -m data_pipeline build procedural_digits --overlay online --out demo/data/train --limit 5000
 	$(BIN)/python -m data_pipeline build procedural_digits --overlay online --out demo/data/test --split test --limit 2000
-	@echo '2 of 4: train with expert views (1.5 minutes), and picture them'
+	@echo '2 of 4: train with expert views (1 minute), and picture them'
 	$(DEMO_TRAIN) --config demo:expert --run-dir demo/expert
 	$(BIN)/python -m trainer.analyze views demo/expert
 	@echo 'Eight samples and two views of each: $(CURDIR)/demo/expert/analysis/views.png'
-	@echo '3 of 4: train with a viewmaker (2.5 minutes), and picture its views'
+	@echo '3 of 4: train with a viewmaker (1.5 minutes), and picture its views'
 	$(DEMO_TRAIN) --config demo:viewmaker --run-dir demo/viewmaker
 	$(BIN)/python -m trainer.analyze views demo/viewmaker
 	@echo '4 of 4: probe both encoders, and compare them (45 s)'
