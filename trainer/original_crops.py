@@ -17,7 +17,8 @@ from trainer.mixture import TrainManifest
 
 def original_crops(config: RunConfig, train: TrainManifest) -> CropLaw | None:
     """Return how crops are drawn when pictures are decoded; None if pictures are decoded whole."""
-    if train.is_online or not train.any_size or config.data.crop_from == "decoded":
+    is_whole = config.data.crop_from == "decoded" or config.objective.takes_samples
+    if train.is_online or not train.any_size or is_whole:
         return None
     return config.views.crop_law()
 

@@ -7,6 +7,7 @@ treats each view as a separate batch, as published in two forward passes (see `E
 
 A view policy may have further views, which may be smaller (`BaseViewsConfig.num_further`). They are made one by one,
 and encoded in a group of their own: views of one size pass the encoder together. The objective gets all embeddings.
+The samples without a view are one more view of this group if the objective takes them.
 
 Shapes: B samples of this rank, C channels, H height, W width, D embedding size.
 """
@@ -153,7 +154,7 @@ class TrainingStep:
         self._viewmaker = engines.get("viewmaker")
         self._views: Engine | ViewPolicy = self._viewmaker if self._viewmaker is not None else view_policy
         self._policy = view_policy
-        num_further = config.views.num_further
+        num_further = config.views.num_further + config.objective.takes_samples
         self._group_sizes = (2, num_further) if num_further else (2,)
         self._memory_format = memory_format(self._encoder.module)
         # A function such as F.dropout in an encoder of the user's own is no layer that could be found.
@@ -359,7 +360,7 @@ class TrainingStep:
                         inputs_a, dataclasses.replace(keys, view=first_view + 2 + number), batch.masks_BHW
                     )
                     for number in range(self._config.views.num_further)
-                ]
+                ] + [inputs_a] * self._config.objective.takes_samples
                 return (views, torch.cat(further)) if further else (views,)
 
     def _with_penalty(self, loss: Tensor, spec: BackwardPass, *, share: float = 1.0) -> Tensor:

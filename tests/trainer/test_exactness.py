@@ -122,6 +122,7 @@ OTHERS: dict[str, tuple[Callable[[str, list[str]], RunConfig], str, list[str]]] 
     "transformer_pruned_late": (configure_game, "nt_xent", [TRANSFORMER, "encoder.late_pruning={}"]),
     "transformer": (configure_game, "nt_xent", [TRANSFORMER]),
     "split_batch_norm": (configure_game, "nt_xent", ["encoder.batch_norm=split", "encoder.batch_norm_splits=2"]),
+    "samples_as_negatives": (configure_game, "nt_xent", [CONVNET, "objective.negatives=samples"]),
     "two_sizes": (configure_multi_crop, "dino", []),
     "two_sizes_by_label": (configure_multi_crop, "supervised", []),
     "two_sizes_of_normal_embeddings": (configure_multi_crop, "sigreg", []),

@@ -52,7 +52,7 @@ every_case = pytest.mark.parametrize(
         *[("debug:image", [f"objective.kind={kind}", *more, CONVNET], 1) for kind, more in OBJECTIVES.items()],
         ("debug:image", ["encoder.batch_norm=split", "encoder.batch_norm_splits=2"], 1),
         ("debug:image", ["memory.micro_batches=2", "memory.encoder_checkpointing=whole", CONVNET], 1),
-        ("debug:image", ["views.kind=random_mask", CONVNET], 1),
+        ("debug:image", ["views.kind=random_mask", "objective.negatives=samples", CONVNET], 1),
         ("debug:image", ["views.kind=channel_dropout", CONVNET], 1),
         ("debug:image", ["encoder.late_pruning={}", CONVNET], 1),
         ("debug:image", ["optimizer.kind=adamw", CONVNET], 1),

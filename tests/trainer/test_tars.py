@@ -177,6 +177,8 @@ def test_only_expert_views_of_tars_are_cropped_out_of_the_original(tars: Path, t
     assert original_crops(expert, built) is None
     assert original_crops(resolve_recipe("debug:image", settings(tars, "data.crop_from=decoded")), train_set) is None
     assert original_crops(resolve_recipe("debug:image", settings(tars, "views.area=null")), train_set) is None
+    whole = settings(tars, "objective={kind: nt_xent, negatives: samples}")  # a crop is no sample
+    assert original_crops(resolve_recipe("debug:image", whole), train_set) is None
     assert leave_out_crops(expert, train_set).views == ExpertImageConfig(area=None)
     assert leave_out_crops(expert, built) == expert
 

@@ -108,10 +108,10 @@ class BaseEncoderConfig(KindConfig):
     def check(self, run: Any) -> None:
         if self.late_pruning is None:
             return
-        if run.views.num_further or not run.objective.trains_second_view:
+        if run.views.num_further or run.objective.takes_samples or not run.objective.trains_second_view:
             raise ValueError(
                 "encoder.late_pruning prunes the second of two views, so it needs views without further ones and an "
-                "objective that trains the second view; choose others, or set encoder.late_pruning=null"
+                "objective of views alone that trains the second; choose others, or set encoder.late_pruning=null"
             )
         if self.batch_norm != "synchronized":
             raise ValueError(

@@ -142,16 +142,24 @@ def cross_entropy(u_GD: Tensor, positive_N: Tensor, *, with_self: bool, chunk_si
     return F.cross_entropy(logits_NG, positive_N, reduction="none")
 
 
-def margins(z_a_BD: Tensor, z_b_BD: Tensor, *, temperature: float | Tensor, chunk_size: int | None = None) -> Tensor:
+def margins(
+    z_a_BD: Tensor,
+    z_b_BD: Tensor,
+    *negatives_BD: Tensor,
+    temperature: float | Tensor,
+    chunk_size: int | None = None,
+) -> Tensor:
     """Return the margin of the positive of each anchor over its negatives, (2 B,), anchors of the first view first.
 
     It is cosine / t with the positive, minus the log of the sum over the negatives of exp(cosine / t). The negatives
-    are both views of all other samples, on all ranks. The sigmoid of the margin is the probability of NT-Xent.
+    are both views of all other samples, on all ranks, or the rows of all other samples of `negatives_BD` if they are
+    given. The sigmoid of the margin is the probability of NT-Xent.
 
     With a process group, `z_a_BD` and `z_b_BD` are this rank's part of the batch, equally large on every rank.
 
     Args:
-        z_a_BD, z_b_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
+        z_a_BD, z_b_BD, negatives_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even
+            under autocast.
         temperature: above 0. A 0-d tensor gets a gradient, and its value is not checked.
         chunk_size: as in `AnchorChunks`; the result is the same.
 
@@ -164,10 +172,11 @@ def margins(z_a_BD: Tensor, z_b_BD: Tensor, *, temperature: float | Tensor, chun
     with torch.autocast(z_a_BD.device.type, enabled=False):
         u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
         anchors_ND = torch.cat([u_BD, v_BD]) / temperature
-        own_N = torch.arange(len(anchors_ND), device=u_BD.device)
-        own_and_positive_N2 = torch.stack([own_N, own_N.roll(len(u_BD))], dim=1)
+        compared_VBD = [unit_pair(z_a_BD, each_BD)[1] for each_BD in negatives_BD] or [u_BD, v_BD]
+        own_B = torch.arange(len(u_BD), device=u_BD.device)
+        own_NV = torch.stack([own_B + view * len(u_BD) for view in range(len(compared_VBD))], dim=1).repeat(2, 1)
         positive_N = ((u_BD * v_BD).sum(1) / temperature).repeat(2)
-        return positive_N - log_sums(anchors_ND, candidates(u_BD, v_BD), own_and_positive_N2, chunk_size)
+        return positive_N - log_sums(anchors_ND, candidates(*compared_VBD), own_NV, chunk_size)
 
 
 def log_sums(anchors_ND: Tensor, candidates_KD: Tensor, left_out_NV: Tensor, chunk_size: int | None) -> Tensor:

@@ -7,16 +7,18 @@ Shapes: B pictures of this rank, N = 2 B anchors, G = 2 B W candidates of all W 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from data_pipeline.core.schema import Temperature
 from trainer.objectives.contrast import (
     ContrastiveConfig,
     alignment_of,
     cross_entropy,
+    margins,
     own_rows_first,
     scale_of,
     unit_rows,
@@ -25,13 +27,27 @@ from trainer.objectives.objective import ObjectiveInputs, ObjectiveOutput, PureO
 
 
 class NTXentConfig(ContrastiveConfig):
-    """The config of NT-Xent."""
+    """The config of NT-Xent.
+
+    negatives: both "views" of all other samples, or the other "samples" without a view, as in the theory of Wen and Li
+        (2021). Samples take a third pass of the encoder, with batch statistics of their own.
+    """
 
     kind: Literal["nt_xent"] = "nt_xent"
     temperature: Temperature = 0.5
+    negatives: Literal["views", "samples"] = "views"
+
+    @property
+    def takes_samples(self) -> bool:
+        return self.negatives == "samples"
+
+    def check(self, run: Any) -> None:
+        if self.takes_samples and run.data.mel is not None:
+            raise ValueError("objective.negatives=samples is for pictures, not for sounds; set it to views")
 
     def build(self, given: ObjectiveInputs) -> PureObjective:
-        return PureObjective(nt_xent_loss, temperature=self.temperature, chunk_size=self.chunk_size)
+        loss = nt_xent_against_samples_loss if self.takes_samples else nt_xent_loss
+        return PureObjective(loss, temperature=self.temperature, chunk_size=self.chunk_size)
 
 
 def nt_xent_loss(
@@ -64,3 +80,16 @@ def nt_xent_loss(
         cross_entropy_N = cross_entropy(own_rows_first(u_ND), positive_N, with_self=False, chunk_size=chunk_size)
         alignment = alignment_of(u_ND, temperature)
     return contrastive_output(cross_entropy_N.mean(), -cross_entropy_N.detach(), z_a_BD, z_b_BD, alignment=alignment)
+
+
+def nt_xent_against_samples_loss(
+    z_a_BD: Tensor, z_b_BD: Tensor, z_BD: Tensor, *, temperature: float | Tensor, chunk_size: int | None = None
+) -> ObjectiveOutput:
+    """Return NT-Xent whose negatives are the embeddings `z_BD` of all other samples without a view.
+
+    It is the mean over 2 B anchors of -log softmax of the positive among it and the negatives of all ranks, which get a
+    gradient. Arguments and errors are as in `margins`, and the mean over the ranks is as in `nt_xent_loss`.
+    """
+    margin_N = margins(z_a_BD, z_b_BD, z_BD, temperature=temperature, chunk_size=chunk_size)
+    log_probability_N = F.logsigmoid(margin_N)
+    return contrastive_output(-log_probability_N.mean(), log_probability_N, z_a_BD, z_b_BD)

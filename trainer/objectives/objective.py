@@ -140,6 +140,11 @@ class BaseObjectiveConfig(KindConfig):
         """Return whether the embeddings of the second view get a gradient, without which no viewmaker learns there."""
         return True
 
+    @property
+    def takes_samples(self) -> bool:
+        """Return whether the objective takes the samples without a view as their last further view."""
+        return False
+
     def why_not_recorded(self, run: Any) -> str | None:
         """Return the reason for which a step with this objective cannot be recorded; None if it can."""
         if self.can_be_recorded:
@@ -174,7 +179,7 @@ class Objective(nn.Module, ABC):
 
 
 class PureObjective(Objective):
-    """An objective without state: a pure function of the embeddings of both views.
+    """An objective without state: a pure function of the embeddings of both views, and of further ones.
 
     `loss` is called with the embeddings, (B, D) each, and `settings`, and returns an `ObjectiveOutput`.
     """
@@ -183,8 +188,10 @@ class PureObjective(Objective):
         super().__init__()
         self._loss = partial(loss, **settings)
 
-    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
-        return self._loss(z_a_BD, z_b_BD)
+    def forward(
+        self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None, *further_BD: Tensor
+    ) -> ObjectiveOutput:
+        return self._loss(z_a_BD, z_b_BD, *further_BD)
 
 
 def mean_cosine(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:

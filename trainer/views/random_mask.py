@@ -3,8 +3,7 @@
 The views of a picture x are 2 D x and 2 (I - D) x. D is diagonal, with independent entries that are 0 or 1 with
 probability 1/2 each. For this augmentation, Wen and Li (2021, Theorem 3.4) prove what contrastive learning finds: two
 disjoint halves of a picture have a sparse feature in common, but not dense noise. Their negatives are pictures without
-a mask, which would take a third pass of the encoder in each step. Here the negatives are the views that the objective
-compares.
+a mask, which take a third pass of the encoder in each step: `negatives` of NT-Xent.
 
 Legend: B samples, C channels, H rows, W columns; N integers of T bits.
 """

@@ -50,6 +50,18 @@ def _similarities(z_a_BD: Tensor, z_b_BD: Tensor) -> list[tuple[Tensor, Tensor]]
     return found
 
 
+def nt_xent_against_samples(z_a_BD: Tensor, z_b_BD: Tensor, z_BD: Tensor, *, temperature: float) -> Tensor:
+    """Every view is an anchor; its candidates are the other view of its picture, and all other pictures."""
+    firsts, seconds, samples = unit_rows(z_a_BD), unit_rows(z_b_BD), unit_rows(z_BD)
+    losses = []
+    for anchors, positives in ((firsts, seconds), (seconds, firsts)):
+        for i, anchor in enumerate(anchors):
+            positive = (anchor @ positives[i] / temperature).exp()
+            terms = [positive, *((anchor @ z / temperature).exp() for j, z in enumerate(samples) if j != i)]
+            losses.append(-(positive / torch.stack(terms).sum()).log())
+    return torch.stack(losses).mean()
+
+
 def dcl(z_a_BD: Tensor, z_b_BD: Tensor, *, temperature: float | Tensor) -> Tensor:
     losses = [
         -(positive / temperature) + (negative_N / temperature).exp().sum().log()

@@ -100,6 +100,21 @@ def test_loss_and_gradient_equal_a_loop_in_float64(name: str, chunk_size: int | 
 
 
 @pytest.mark.parametrize("chunk_size", [None, 4])
+def test_nt_xent_against_samples_equals_a_loop_in_float64(chunk_size: int | None) -> None:
+    z_VBD = torch.cat([related_views(7, 5), related_views(7, 5, seed=1)[:1]])
+    config = NTXentConfig(negatives="samples", chunk_size=chunk_size, **HOT)
+    views_BCHW, index_B = torch.rand(7, 3, 4, 4), torch.arange(7)
+
+    def loss(z_a_BD: Tensor, z_b_BD: Tensor, *samples_BD: Tensor) -> Any:
+        return built(config)(z_a_BD, z_b_BD, ViewPair(views_BCHW, views_BCHW, index_B, step=0), *samples_BD)
+
+    expected = loss_and_gradient(partial(loops.nt_xent_against_samples, **HOT), z_VBD)
+    assert_near(loss_and_gradient(loss, z_VBD), expected, rtol=1e-12)
+    with pytest.raises(TypeError, match="z_BD"):  # never the views in their place
+        loss(*z_VBD[:2])
+
+
+@pytest.mark.parametrize("chunk_size", [None, 4])
 @pytest.mark.parametrize("name", ["nt_xent", "nt_xent_published", "dcl"])
 def test_a_temperature_gets_the_gradient_of_the_loop(name: str, chunk_size: int | None) -> None:
     loss, loop, _, _ = CASES[name]
