@@ -32,6 +32,7 @@ ANALYSES: Mapping[str, str] = {
     "monitors": "How many dimensions do the features fill? (RankMe, LiDAR, alpha-ReQ: without labels.)",
     "collision": "How fast do transforms, used again and again, make pictures alike?",
     "filters": "How sparsely do features fire, and do they see more than colour?",
+    "tsne": "Do the features form clusters, and of which label? (t-SNE.)",
     "mistakes": "In which samples are the linear probes most confidently wrong?",
     "play": "What do views look like, and what do the probes read in them? (A page with sliders.)",
 }

@@ -34,6 +34,7 @@ READ_BY = {
         "feature_dropout": [],
         "alignment": ["num_samples=16", "num_views=2"],
         "monitors": ["num_samples=16", "num_views=2"],
+        "tsne": ["num_samples=16"],
         "filters": ["num_pictures=16", "num_shown=4"],
     },
 }
@@ -75,7 +76,7 @@ def test_a_module_that_diverged_is_probed_analysed_and_reported(
         with pytest.raises(UserError, match=r"not all finite in epoch 1; probe with --set views=none if the views"):
             call(monkeypatch, trainer.probe, run.path, "--set", "views=policy")
     else:
-        refused = {"feature_dropout": r"heads\.safetensors does not exist"}
+        refused = {"tsne": "not finite or all equal", "feature_dropout": r"heads\.safetensors does not exist"}
         with pytest.raises(UserError, match=r"label_base cannot be probed|features are not all finite"):
             call(monkeypatch, trainer.probe, run.path)
     numbers = {}
