@@ -30,7 +30,6 @@ from pydantic import ValidationError
 from data_pipeline.building.catalogue import Ingredients, open_dataset, with_overlay
 from data_pipeline.building.datasets import BOTH, NUM_SAMPLES_PER_SHARD, SPLITS, TAR_PICTURE_SIZE
 from data_pipeline.building.index_tars import write_index
-from data_pipeline.building.locks import LOCK_NAME, locked
 from data_pipeline.building.pool import run_all
 from data_pipeline.building.tar_scan import LeftOut, ScanInputs, mean_and_std
 from data_pipeline.building.workers import BuildPlan, MadeTar, Unreadable, content_digests, make_tar
@@ -45,6 +44,7 @@ from data_pipeline.sources import Source, first_record
 from data_pipeline.sources.folder import PictureFiles
 from data_pipeline.sources.silence import SilenceSource
 from data_pipeline.storage.locations import MANIFEST_NAME, PICTURE_FIELDS
+from data_pipeline.storage.locks import LOCK_NAME, locked
 from data_pipeline.storage.manifest import (
     OVERLAY_NAME,
     SOURCE_DIGESTS_NAME,
@@ -385,7 +385,8 @@ def _whole_or_nothing(directory: Path, unfinished: Path) -> Iterator[None]:
     """
     if unfinished.exists() and not (unfinished / LOCK_NAME).exists():
         raise UserError(f"{unfinished} is not from a build; move it, or choose another --out")
-    with locked(unfinished):
+    unfinished.mkdir(parents=True, exist_ok=True)
+    with locked(unfinished / LOCK_NAME):
         for path in unfinished.iterdir():
             if path.name != LOCK_NAME:
                 path.unlink()

@@ -24,7 +24,6 @@ import numpy as np
 
 from data_pipeline.building.catalogue import open_picture_overlay, with_overlay
 from data_pipeline.building.datasets import TAR_PICTURE_SIZE
-from data_pipeline.building.locks import locked
 from data_pipeline.building.pool import run_all
 from data_pipeline.building.tar_scan import (
     LABEL_FIELDS,
@@ -52,6 +51,7 @@ from data_pipeline.storage.locations import (
     is_remote,
     listed_tars,
 )
+from data_pipeline.storage.locks import LOCK_NAME, locked
 from data_pipeline.storage.manifest import (
     OVERLAY_NAME,
     Description,
@@ -95,7 +95,8 @@ def make_index(
     paths = listed_tars(location)
     num_measured = -(-_NUM_MEASURED // len(paths))
     settings = ScanInputs(fields, out, size=size, num_measured=num_measured)
-    with locked(out):
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out / LOCK_NAME):
         tars: list[ScannedTar] = []
         num_samples = 0
         with Progress("index", total=len(paths)) as progress:

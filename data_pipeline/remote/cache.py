@@ -10,7 +10,6 @@ files. All processes of a machine share the cache: one of them fetches a file, a
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import re
@@ -28,6 +27,7 @@ from numpy.typing import NDArray
 from data_pipeline.core.errors import UserError
 from data_pipeline.remote.fetch import RemoteConfig, RemoteFile, fetch
 from data_pipeline.storage.locations import MANIFEST_NAME, dataset_directory, is_remote, refuse_secrets
+from data_pipeline.storage.locks import locked
 from data_pipeline.storage.manifest import Manifest, load_manifest, parse_manifest
 
 logger = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ class FileCache:
         partial = path.with_name(f".{path.name}.partial")
         with self._disk_errors_as_user_errors():
             self._directory.mkdir(parents=True, exist_ok=True)
-            with _locked(path.with_name(f".{path.name}.lock")):
+            with locked(path.with_name(f".{path.name}.lock"), waits=True):
                 if _is_cached(path, file):
                     return
                 start = time.monotonic()
@@ -216,14 +216,3 @@ def _is_cached(path: Path, file: RemoteFile) -> bool:
         return file.num_bytes in (None, path.stat().st_size)
     except FileNotFoundError:
         return False
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which is free again when the process ends."""
-    with path.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a process forked since has the file open too

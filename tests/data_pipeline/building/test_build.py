@@ -315,7 +315,7 @@ def test_a_directory_with_something_else_in_it_is_left_alone(tmp_path: Path) -> 
     for name in ("mine", "file"):
         with pytest.raises(UserError, match=f"{name} holds no manifest"):
             build_dataset("procedural", tmp_path / name, limit=10)
-    with pytest.raises(UserError, match="choose another --out"):
+    with pytest.raises(NotADirectoryError):
         build_dataset("procedural", tmp_path / "file" / "below", limit=10)
     (tmp_path / "mine").rename(tmp_path / "out.partial")
     with pytest.raises(UserError, match="is not from a build"):

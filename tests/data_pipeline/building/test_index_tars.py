@@ -130,13 +130,6 @@ def test_an_index_whose_replacement_was_interrupted_is_made_again_and_not_read(
     assert decode(store, np.arange(4)).labels["base"].tolist() == [0, 1, 0, 1]
 
 
-def test_an_index_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    simple(tmp_path / "tars", [3])
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="choose another --out"):
-        make_index(str(tmp_path / "tars"), tmp_path / "file" / "index", fields=Fields())
-
-
 def test_locations_of_similar_names_have_indexes_of_their_own(tmp_path: Path) -> None:
     simple(tmp_path, [1] * 4)
     for name in ("鳥.tar", "犬.tar", "a-b.tar", "a_b.tar"):

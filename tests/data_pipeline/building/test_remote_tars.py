@@ -67,9 +67,6 @@ def test_missing_credentials_are_named(bucket: str, tmp_path: Path, monkeypatch:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setattr(
-        "data_pipeline.remote.fetch._delivered", set()
-    )  # else they may have expired, which is waited for
     s3fs.S3FileSystem.clear_instance_cache()
     with pytest.raises(UserError, match="credentials"):
         make_index(f"{bucket}/x/train-0000.tar", tmp_path / "index", fields=Fields())

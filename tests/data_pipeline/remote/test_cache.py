@@ -20,8 +20,9 @@ import pytest
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.decode import decode
-from data_pipeline.remote.cache import FileCache, _locked
+from data_pipeline.remote.cache import FileCache
 from data_pipeline.remote.fetch import RemoteConfig, RemoteFile
+from data_pipeline.storage.locks import locked
 from data_pipeline.storage.store import SampleStore
 from tests.data_pipeline.remote.http_server import FaultyServer, serve
 from tests.tiny_data import write_tiny_dataset
@@ -159,9 +160,9 @@ def test_a_fetch_that_was_killed_is_taken_over(server: FaultyServer, tmp_path: P
 def test_a_process_forked_in_the_middle_of_a_fetch_keeps_no_lock(tmp_path: Path) -> None:
     """As the workers of a DataLoader may be, while a thread fetches ahead."""
     leave = FORK.Event()
-    with _locked(tmp_path / "lock"):
+    with locked(tmp_path / "lock", waits=True):
         forked = in_process(lambda: leave.wait(20))
-    with _locked(tmp_path / "lock"):
+    with locked(tmp_path / "lock", waits=True):
         assert not leave.is_set()
         leave.set()
     forked.join()

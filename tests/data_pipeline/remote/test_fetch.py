@@ -8,13 +8,10 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
 
 import boto3
-import fsspec
 import numpy as np
 import pytest
-from fsspec.implementations.local import LocalFileSystem
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.remote.cache import read_manifest
@@ -83,9 +80,8 @@ def test_a_failure_that_passes_is_survived(server: FaultyServer, fault: Fault, t
     [
         ("drop", "150000 of 300000"),
         ("truncate", "150000 bytes, not 300000"),
-        ("stall", r"none came for 1 s"),
-        ("mute", "none came for 1 s"),
-        ("trickle", "none came for 1 s"),
+        ("stall", "Timeout"),
+        ("mute", "Timeout"),
     ],
 )
 def test_a_failure_that_stays_is_told(server: FaultyServer, fault: Fault, said: str, tmp_path: Path) -> None:
@@ -98,46 +94,11 @@ def test_a_failure_that_stays_is_told(server: FaultyServer, fault: Fault, said: 
 
 @pytest.mark.slow
 def test_the_limit_of_a_file_holds_over_all_attempts(server: FaultyServer, tmp_path: Path) -> None:
-    server.faults["file"], server.for_ever = ["mute"], True
+    server.faults["file"], server.for_ever = ["stall", "trickle"], True
     start = time.monotonic()
-    with pytest.raises(UserError, match="file_seconds"):
-        fetched(f"{server.url}/file", tmp_path, stall=5.0, attempts=100, seconds=1.5)
-    assert 1.0 < time.monotonic() - start < 5.0
-
-
-def test_credentials_that_expire_are_waited_for(
-    server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only a server that has delivered before is asked again: another one would never answer."""
-    monkeypatch.setattr("data_pipeline.remote.fetch._LONGEST_PAUSE", 0.05)
-    server.faults["file"] = [None, 403, 401, 403]
-    for _ in range(2):
-        assert fetched(f"{server.url}/file", tmp_path, attempts=1) == CONTENT
-    assert server.requests == ["file"] * 5
-
-
-class Vault(LocalFileSystem):  # type: ignore[misc]
-    """A store that opens to the key in `lock`. Like the stores of fsspec, it reads its own key only once."""
-
-    protocol = "vault"
-    keys: ClassVar[dict[str, str]] = {}
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.key = self.keys["mine"]
-
-    def get_file(self, path: str, *words: Any, **options: Any) -> None:
-        if self.key != self.keys["lock"]:
-            raise PermissionError("ExpiredToken")
-        super().get_file(path, *words, **options)
-
-
-def test_credentials_are_read_again(server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_pipeline.remote.fetch._LONGEST_PAUSE", 0.05)
-    fsspec.register_implementation("vault", Vault, clobber=True)
-    for key in ("old", "new"):
-        Vault.keys |= {"mine": key, "lock": key}
-        assert fetched(f"vault://{server.directory}/file", tmp_path, attempts=1) == CONTENT
+    with pytest.raises(UserError, match=r"Timeout.*attempt 2.*file_seconds"):
+        fetched(f"{server.url}/file", tmp_path, stall=0.5, attempts=100, seconds=2)
+    assert 1.8 < time.monotonic() - start < 4
 
 
 def test_a_password_comes_from_a_file(server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
