@@ -158,7 +158,6 @@ def _look(parser: argparse.ArgumentParser) -> None:
         default="some",
         help="Decode all files, or some of at most 500 MB together (default).",
     )
-    add("--json", action="store_true", help="Print the same for programs.")
     _add_workers(parser)
 
 

@@ -3,7 +3,7 @@
 A build decodes each file once, to 16 bits and one channel, at the rate of the dataset. A batch of waveforms is cropped
 or padded to one length, and its spectrogram is computed on the device of the waveforms.
 
-Guarantees: 16-bit points of one channel at the rate of the dataset are stored exactly. A file that is cut off is
+Guarantees: 16-bit points of one channel at the rate of the dataset are stored exactly. A WAV or FLAC that is cut off is
 refused.
 """
 

@@ -1,7 +1,8 @@
 """Read files of sounds: WAV of any kind, FLAC, OGG, MP3 and AIFF, of any rate and number of channels.
 
-Guarantees: a file that is cut off raises an error, as far as its format can tell. A sound of 8 or 16 bits with one
-channel and at the rate that is wanted keeps its points exactly. Whatever else is changed is said in the remarks.
+Guarantees: a WAV or FLAC that is cut off raises an error; of the others, libsndfile reads what is there. A sound of 8
+or 16 bits with one channel and at the rate that is wanted keeps its points exactly. Whatever else is changed is said in
+the remarks.
 """
 
 from __future__ import annotations
@@ -27,14 +28,9 @@ if TYPE_CHECKING:
 LEAST_SECONDS: Final = 0.1  # of a sound that is not remarked as short
 SILENT: Final = "is silent"  # a remark
 _MORE_THAN_16_BITS: Final = frozenset({"PCM_24", "PCM_32", "FLOAT", "DOUBLE"})
-_TAGS_WITH_LENGTH: Final = (b"Xing\0\0\0", b"Info\0\0\0")  # of an MP3; without one, its length is an estimate
 _CLIPPED: Final = "goes beyond full scale and is clipped"
 _UNKNOWN_SIZE: Final = 0x7FFF_0000  # a size at or above this is from a program that could not seek back to write it
 _LARGEST_DENOMINATOR: Final = 1_000  # of a ratio of two rates; the filters of a larger one would fill the memory
-
-
-class CutOffError(ValueError):
-    """A file ends before its sound does."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,7 @@ def sound_facts(file: IO[bytes], *, full: bool = False) -> SoundFacts:
     if full:
         return _decoded(file)[0]
     with _opened(file) as (sound, facts):
-        if facts.format != "MP3":  # whose length may be an estimate, and in which a seek decodes all before the place
+        if facts.format != "MP3":  # in which a seek decodes all before the place
             _check_length(sound.seek(facts.num_points - 1) + len(sound.read(1)), facts)
         return facts
 
@@ -124,10 +120,7 @@ def _decoded(file: IO[bytes]) -> tuple[SoundFacts, NDArray[np.float64]]:
     """Return what a file is, and its points (T,) in one channel, 1 being full scale."""
     with _opened(file) as (sound, facts):
         points_XC: NDArray[np.float64] = sound.read(dtype="float64", always_2d=True)
-    file.seek(0)
-    data = file.read() if facts.format == "MP3" else b""
-    if not data or any(tag in data for tag in _TAGS_WITH_LENGTH):
-        _check_length(len(points_XC), facts)
+    _check_length(len(points_XC), facts)
     if not len(points_XC):
         raise ValueError("it holds no sound")
     points_X = points_XC[:, 0] if facts.num_channels == 1 else points_XC.mean(axis=1)
@@ -173,43 +166,27 @@ def _opened(file: IO[bytes]) -> Iterator[tuple[soundfile.SoundFile, SoundFacts]]
 
 
 def _check_length(num_read: int, facts: SoundFacts) -> None:
-    if num_read < facts.num_points:
-        raise CutOffError(f"it is cut off: {num_read} of {facts.num_points} points are there")
+    if num_read < facts.num_points and facts.format != "MP3":  # whose length may be an estimate
+        raise ValueError(f"it is cut off: {num_read} of {facts.num_points} points are there")
 
 
 def _has_wrong_length(file: IO[bytes]) -> bool:
     """Return whether the header of a WAV promises more than is there; libsndfile reads what is there.
 
     A file is cut off if both lengths in its header, of the file and of the sound, are more than there is. Otherwise a
-    program could not seek back to write them. Raises `CutOffError` if a file is cut off.
+    program could not seek back to write them. Raises `ValueError` if a file is cut off.
     """
     num_bytes = file.seek(0, os.SEEK_END)
     file.seek(0)
     form, outer, kind = struct.unpack("<4sI4s", file.read(12).ljust(12, b"\0"))
-    if form == b"FORM" and num_bytes < 8 + int.from_bytes(struct.pack("<I", outer), "big") < _UNKNOWN_SIZE:
-        raise CutOffError(f"it is cut off: only {num_bytes} bytes are there")
-    if form == b"OggS" and not _ends_ogg(file, num_bytes):
-        raise CutOffError("it is cut off: its last page is missing")
     start = 20  # of what a chunk of a WAV holds
     while form == b"RIFF" and kind == b"WAVE" and len(header := file.read(8)) == 8:
         name, declared = struct.unpack("<4sI", header)
         if name == b"data":
             there = num_bytes - start
             if there < declared < _UNKNOWN_SIZE and outer + 8 > num_bytes:
-                raise CutOffError(f"it is cut off: {there} of {declared} bytes of sound are there")
+                raise ValueError(f"it is cut off: {there} of {declared} bytes of sound are there")
             return bool(there < declared)
         start += declared + declared % 2 + 8
         file.seek(start - 8)
     return False
-
-
-def _ends_ogg(file: IO[bytes], num_bytes: int) -> bool:
-    """Return whether the last page of an OGG is whole and marked as the last."""
-    file.seek(max(0, num_bytes - (1 << 17)))  # a page has up to 65,307 bytes
-    tail = file.read()
-    at = tail.rfind(b"OggS")
-    header = tail[at : at + 27]
-    if at < 0 or len(header) < 27 or not header[5] & 4:
-        return False
-    sizes = tail[at + 27 : at + 27 + header[26]]
-    return len(sizes) == header[26] and len(tail) >= at + 27 + len(sizes) + sum(sizes)

@@ -24,14 +24,13 @@ from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.tar_headers import name_of_tar
 from data_pipeline.tools.census import Census, equal_files
 
-_AGAIN: Final = "copy them again; the commands leave them out"
 # Of each fault and finding of a file: what is said, and the mend.
 _OF_FILES: Final = {
-    "empty": ("empty", _AGAIN),
-    "truncated": ("cut short", _AGAIN),
-    "damaged": ("damaged", _AGAIN),
+    "damaged": (
+        "damaged, cut short, or not what their names say",
+        "copy or download them again; the commands leave them out",
+    ),
     "unreadable": ("whole, but not read", "save them as a PNG of 8 bits; the commands leave them out"),
-    "not one": ("not what their names say", "download them again; the commands leave them out"),
     "other name": ("named as another format", "nothing: they are read by their content"),
     "archive": ("an archive, so its files are not read", "unpack it beside the others, or look at it alone"),
     "no ending": ("without the ending of a picture or a sound, so not read", "rename them"),
@@ -138,7 +137,7 @@ def add_equal_files(found: Sequence[Place]) -> None:
     """Add the files that are equal in train and test, in two classes, or at two paths, and copies."""
     places = [(place, place.files, _split_and_classes(place)) for place in found if place.files is not None]
     problems: dict[tuple[int, str, str], list[str]] = {}
-    for group in equal_files([(files, place.census) for place, files, _ in places]):
+    for group in equal_files([place.census for place, _, _ in places]):
         named = [(number, places[number][1].names[name]) for number, name in group]
         means = [(number, *places[number][2][name]) for number, name in named if name in places[number][2]]
         if len(means) < 2:

@@ -6,14 +6,12 @@ The commands build what is there and train on it. They work if nothing has to be
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -201,36 +199,16 @@ def _problem_lines(problem: Problem) -> Iterator[str]:
         yield f"    mend: {problem.mend}"
 
 
-def _as_json(place: Place) -> dict[str, Any]:
-    """Return what was found at a path, for programs, with the names of all files that a problem is about."""
-    found = {
-        "path": place.path,
-        "num_bytes": place.census.num_bytes,
-        "kinds": [{**asdict(kind), "num": num} for kind, num in place.census.kinds.most_common()],
-        "problems": [asdict(problem) for problem in place.problems],
-    }
-    if (layout := place.layout) is not None:
-        found["kind"] = layout.kind
-        found["splits"] = None if layout.split_N is None else Counter(layout.split_N.tolist())
-        found["labels"] = {name: _counts(label, place.is_good) for name, label in layout.labels.items()}
-    return found
-
-
 def run(args: argparse.Namespace) -> None:
     """Do what `python -m data_pipeline look` asks for. Exits with status 1 if something must be mended first."""
     limit = None if args.decode == "all" else NUM_DECODED_BYTES
     places = [look_at(path, num_decoded_bytes=limit, num_workers=args.workers) for path in args.paths]
     add_equal_files(places)
     add_split_folders(places)
-    found = commands(places)
-    if args.json:
-        page = {"places": [_as_json(place) for place in places], "commands": found}
-        print(json.dumps(page, ensure_ascii=False, indent=1))
-    else:
-        print("\n\n".join("\n".join(describe(place)) for place in places))
-        if found:
-            print("\nThese commands work now, on a CPU (docs/own-pictures.md has those for a GPU):\n")
-            print("".join(f"  {shlex.join(words)}\n".replace(" --", " \\\n      --") for words in found))
+    print("\n\n".join("\n".join(describe(place)) for place in places))
+    if found := commands(places):
+        print("\nThese commands work now, on a CPU (docs/own-pictures.md has those for a GPU):\n")
+        print("".join(f"  {shlex.join(words)}\n".replace(" --", " \\\n      --") for words in found))
     if any(problem.stops for place in places for problem in place.problems):
         print("mend what is marked with ! first", file=sys.stderr)
         sys.exit(1)

@@ -67,8 +67,8 @@ def test_all_kinds_equal_libsndfiles_reading(container: str, coding: str, num_ch
     )
     assert sound_facts(io.BytesIO(data), full=True) == facts
     for cut in (len(data) // 2, len(data) - 30):
-        if container != "RF64":
-            with pytest.raises(ValueError, match=r"cut off|does not decode|no sound"):
+        if container in ("WAV", "WAVEX", "FLAC"):
+            with pytest.raises(ValueError, match=r"cut off|does not decode"):
                 read_sound(data[:cut])
 
 

@@ -1,4 +1,4 @@
-"""One file is known by its content, and a part of it is told from the whole without decoding it."""
+"""One file is known by its content, and a part of it is told from the whole."""
 
 from __future__ import annotations
 
@@ -61,25 +61,20 @@ def examined(name: str, content: bytes, *, full: bool = False) -> Examined:
 
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_is_what_pillow_says_and_its_part_is_truncated(name: str, full: bool) -> None:
+def test_a_picture_is_what_pillow_says_and_its_part_is_damaged(name: str, full: bool) -> None:
     content = picture(name)
     with Image.open(io.BytesIO(content)) as theirs:
         due = ("picture", theirs.format, theirs.mode, theirs.size, None, ())
     found = examined(name, content, full=full)
     assert (found.medium, found.format, found.mode, found.size, found.fault, found.findings) == due
-    assert found.is_decoded == (
-        full or name.endswith((".bmp", ".gif", ".ppm", ".avif", ".tif", ".tiff", ".webp"))
-    )  # no end mark
-    for share in (0.5, 0.9):
-        part = examined(name, content[: int(len(content) * share)], full=full)
-        faults = ("truncated", "damaged") if name in ("a.webp", "a.avif", "packed.tif") else ("truncated",)
-        assert part.medium == "picture"
-        assert part.fault in faults  # a part of the others does not open
+    assert found.is_decoded == full
+    part = examined(name, content[: len(content) * 9 // 10], full=True)
+    assert (part.medium, part.fault) == ("picture", "damaged")
 
 
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("name", SOUNDS)
-def test_a_sound_is_what_soundfile_says_and_its_part_has_a_fault(name: str, full: bool) -> None:
+def test_a_sound_is_what_soundfile_says_and_its_part_is_damaged(name: str, full: bool) -> None:
     content = sound(name)
     info = soundfile.info(io.BytesIO(content))
     found = examined(name, content, full=full)
@@ -87,22 +82,20 @@ def test_a_sound_is_what_soundfile_says_and_its_part_has_a_fault(name: str, full
     assert found.seconds == pytest.approx(info.duration)
     assert (found.fault, found.findings) == (None, ())
     part = examined(name, content[: len(content) // 2], full=full)
-    assert part.fault is not None or name == "a.aiff"  # whose length the library takes from the file
+    assert part.fault == "damaged" or name.endswith((".ogg", ".aiff"))  # of which what is there is read
 
 
 @pytest.mark.parametrize(
     ("name", "content", "due"),
     [
         ("a.png", picture("a.jpg"), ("picture", "JPEG", None, ("other name",))),
-        ("a.jpg", b"<!DOCTYPE html><p>404", ("picture", "", "not one", ())),
-        ("a.jpg", b"version https://git-lfs.github.com/spec/v1\n", ("picture", "", "not one", ())),
-        ("a.jpg", bytes(5_000), ("picture", "", "damaged", ())),
+        ("a.jpg", b"<!DOCTYPE html><p>404", ("picture", "", "damaged", ())),
+        ("a.jpg", b"version https://git-lfs.github.com/spec/v1\n", ("picture", "", "damaged", ())),
         ("a.wav", picture("a.png"), ("sound", "", "damaged", ())),
-        ("a.flac", b"", ("sound", "", "empty", ())),
+        ("a.flac", b"", ("sound", "", "damaged", ())),
         ("no_ending", picture("a.gif"), ("picture", "GIF", None, ())),
         ("labels.csv", b"file,label\n", (None, "", None, ())),
         ("a.jpg", picture("a.jpg") + bytes(100_000), ("picture", "JPEG", None, ())),
-        ("a.wav", sound("a.wav")[:40] + b"\xff" * 4 + sound("a.wav")[44:], ("sound", "WAV", None, ())),
         ("a.wav", sound("a.wav", np.zeros(1_000)), ("sound", "WAV", None, ("short", "silent"))),
     ],
 )
@@ -115,12 +108,3 @@ def test_one_colour_is_found() -> None:
     file = io.BytesIO()
     Image.new("RGB", (7, 90), "red").save(file, "PNG")
     assert examined("a.png", file.getvalue(), full=True).findings == ("constant",)
-
-
-def test_the_end_mark_of_a_thumbnail_is_not_that_of_the_picture() -> None:
-    content, thumbnail = picture("a.jpg"), picture("progressive.jpeg")
-    exif = b"\xff\xe1" + (len(thumbnail) + 8).to_bytes(2, "big") + b"Exif\0\0" + thumbnail
-    whole = content[:2] + exif + content[2:]
-    assert examined("a.jpg", whole).fault is None
-    assert not examined("a.jpg", whole).is_decoded
-    assert examined("a.jpg", whole[:-500]).fault == "truncated"

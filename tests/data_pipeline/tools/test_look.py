@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 
@@ -11,6 +10,8 @@ import pytest
 from configs.resolve import resolve_recipe
 from data_pipeline.__main__ import main
 from data_pipeline.storage.manifest import load_manifest
+from data_pipeline.tools.findings import Place, add_equal_files
+from data_pipeline.tools.look import look_at
 from tests.commands import Done, call
 from tests.data_pipeline.layouts import LAYOUTS, animals, encoded, sound, write
 
@@ -42,6 +43,16 @@ class Looker:
         return settings, {"train": Path(config.data.train_dir or ""), "test": Path(config.data.test_dir)}
 
 
+def places(*paths: str) -> list[Place]:
+    found = [look_at(path, num_decoded_bytes=None, num_workers=1) for path in paths]
+    add_equal_files(found)
+    return found
+
+
+def problems_of(place: Place) -> dict[str, list[str]]:
+    return {problem.what: list(problem.names) for problem in place.problems}
+
+
 @pytest.fixture
 def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Looker:
     return Looker(tmp_path, monkeypatch, capsys)
@@ -71,25 +82,21 @@ def test_equal_files_are_found_in_train_and_test_and_in_two_classes(look: Looker
     write(look.directory, animals("train/{c}/{i}.jpg") | animals("test/{c}/{i}.jpg", num=3, start=500))
     write(look.directory, {"train/cat/same.jpg": encoded(0), "train/owl/same.jpg": encoded(1)})
     write(look.directory, {"test/owl/leak.jpg": encoded(2), "train/Cat/c.jpg": encoded(99)})
-    (found,) = json.loads(look(".", "--json").stdout)["places"]
-    problems = {problem["what"]: problem["names"] for problem in found["problems"]}
-    assert problems == {
+    (found,) = places(".")
+    assert problems_of(found) == {
         "copies of others": ["train/cat/0.jpg = train/cat/same.jpg"],
         "equal, but of two classes": ["train/cat/1.jpg = train/owl/same.jpg"],
         "equal in train and test": ["test/owl/leak.jpg = train/cat/2.jpg"],
         "classes of base that differ in capitals alone": ["Cat", "cat"],
         "classes of base in one split alone": ["Cat"],
     }
-    assert found["labels"] == {"base": {"": 0, "Cat": 1, "cat": 9, "owl": 10}}
-    assert found["splits"] == {"train": 13, "test": 7}
 
 
 def test_equal_files_are_found_at_two_paths(look: Looker) -> None:
     write(look.directory, animals("a/{c}/{i}.jpg") | animals("b/{c}/{i}.jpg", num=3, start=3))
-    _, found = json.loads(look("a", "b", "--json").stdout)["places"]
-    (problem,) = found["problems"]
-    assert problem["what"] == "equal to files of another path"
-    assert problem["names"] == [f"a/{c}/{i + 3}.jpg = b/{c}/{i}.jpg" for c in ("cat", "owl") for i in (0, 1)]
+    _, found = places("a", "b")
+    pairs = [f"a/{c}/{i + 3}.jpg = b/{c}/{i}.jpg" for c in ("cat", "owl") for i in (0, 1)]
+    assert problems_of(found) == {"equal to files of another path": pairs}
 
 
 def test_what_is_decoded_is_spread_evenly(look: Looker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,9 +129,8 @@ def test_what_cannot_be_looked_at_says_what_to_name(path: str, mend: str, look: 
 def test_what_is_left_out_is_said(look: Looker) -> None:
     write(look.directory, animals("{c}/{i}.jpg") | {"more.zip": b"PK\x03\x04", "notes.txt": b"x", "noname": encoded(9)})
     (look.directory / "cat" / "broken.jpg").symlink_to("nowhere")
-    (found,) = json.loads(look(".", "--json").stdout)["places"]
-    problems = {problem["what"]: problem["names"] for problem in found["problems"]}
-    assert problems == {
+    (found,) = places(".")
+    assert problems_of(found) == {
         "an archive, so its files are not read": ["more.zip"],
         "without the ending of a picture or a sound, so not read": ["noname"],
         "ignored a broken link": ["cat/broken.jpg"],
