@@ -66,7 +66,7 @@ class Files(ABC):
 
     @property
     def others(self) -> dict[str, str]:
-        """Return what is visible and cannot be read or holds nothing, such as a broken link: the reason by name."""
+        """Return what is visible and cannot be read, such as a link in a tar: the reason by name."""
         return self._found[1]
 
     @cached_property

@@ -21,35 +21,15 @@ from data_pipeline.storage.locations import is_tars
 
 
 class Directory(Files):
-    """The files of a folder, and of the folders in it at any depth."""
+    """The files of a folder, and of the folders in it at any depth. Raises `OSError` if one cannot be entered."""
 
     def find(self, others: dict[str, str]) -> Iterator[str]:
-        yield from self._walk("", (os.path.realpath(self.root),), others)
-
-    def _walk(self, below: str, above: tuple[str, ...], others: dict[str, str]) -> Iterator[str]:
-        """Yield the files of the folder `below`, "" or "a/b/"; `above` are the real paths of it and those above it."""
-        try:
-            with os.scandir(self.root / below) as found:
-                entries = sorted((entry for entry in found if is_visible(entry.name)), key=lambda entry: entry.name)
-        except OSError as error:
-            if not below:
-                raise
-            others[below] = f"cannot be entered ({error.strerror})"
-            return
-        if not entries and below:
-            others[below] = "an empty folder"
-        for entry in entries:
-            name = below + entry.name
-            if entry.is_file():
-                yield name
-            elif not entry.is_dir():
-                others[name] = "a broken link" if entry.is_symlink() else "no regular file"
-            elif not entry.is_symlink():
-                yield from self._walk(f"{name}/", (*above, f"{above[-1]}/{entry.name}"), others)
-            elif any(f"{path}/".startswith(f"{os.path.realpath(entry.path)}/") for path in above):
-                others[name] = "a link to a folder above it"
-            else:
-                yield from self._walk(f"{name}/", (*above, os.path.realpath(entry.path)), others)
+        names = list[str]()
+        for above, folders, files in os.walk(self.root, onerror=_raise, followlinks=True):
+            folder = Path(above)
+            folders[:] = [name for name in folders if is_visible(name) and not _leads_back(folder / name)]
+            names += [str(folder.relative_to(self.root) / name) for name in files if is_visible(name)]
+        yield from sorted(names, key=lambda name: name.split("/"))
 
     def read(self, name: str) -> bytes:
         return (self.root / name).read_bytes()
@@ -58,16 +38,22 @@ class Directory(Files):
         return (self.root / name).open("rb")
 
 
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _leads_back(folder: Path) -> bool:
+    """Return whether a folder is a link to one above it, which would be followed for ever."""
+    return folder.is_symlink() and folder.resolve() in map(Path.resolve, folder.absolute().parents)
+
+
 class Zip(Files):
     """The files of a zip, which is not unpacked. Threads may read at the same time, and a pickled copy elsewhere."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self._lock = threading.Lock()
-        try:
-            self._zip = zipfile.ZipFile(root)
-        except zipfile.BadZipFile as error:
-            raise UserError(f"{root} is not a whole zip ({error}); copy it again") from None
+        self._zip = zipfile.ZipFile(root)
 
     def find(self, others: dict[str, str]) -> Iterator[str]:
         members = {info.filename: info for info in self._zip.infolist() if not info.is_dir()}
