@@ -4,7 +4,7 @@
   programs, are drawings without pixels, or are known by their name alone.
 - Reads only files of at most twice Pillow's `MAX_IMAGE_PIXELS`, which is checked before any pixel is decoded.
 - Applies the orientation that a camera wrote into EXIF.
-- Lays transparent pixels over white, in every mode that has transparency. Refuses a transparent colour of 16-bit RGB.
+- Lays transparent pixels over white, as far as Pillow knows them: no transparent grey of 2, 4 or 16 bits.
 - Brings grey values of 12 or 16 bits to 8 bits, rounded. Colours of 16 bits lose their lower 8, as in Pillow. Refuses
   32-bit numbers and floats, whose range is not known.
 - Reads the first picture of a file with several, such as an animation. Ignores colour profiles.
@@ -40,8 +40,6 @@ _ORIENTATIONS: Final = range(1, 9)  # 1 is upright
 _TURNED_BY_90_DEGREES: Final = range(5, 9)
 _BACKGROUND: Final = (255, 255, 255)
 _SCALED_BY_PILLOW: Final = frozenset({"PPM", "JPEG2000"})  # to 16 bits, because a file names the range of its values
-# Pillow's names of the layouts of PNGs whose transparent colour it does not bring to 8 bits with the pixels.
-_GREY_STEPS: Final = {"L;2": 85, "L;4": 17}  # the step of 8 bits between two levels of grey
 _HEIF_BRANDS: Final = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})
 _LONGEST_START: Final = 12  # bytes by which formats are known here
 _TIFF_STARTS: Final = frozenset({b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"})
@@ -76,37 +74,21 @@ def decode_rgb(picture: ImageFile.ImageFile) -> Image.Image:
 
     Raises `ValueError` for values of an unknown range, and Pillow's errors.
     """
-    colour, layout = picture.info.get("transparency"), _layout(picture)
-    if picture.format == "PNG" and colour is not None and ";16" in layout and picture.mode[0] not in "IF":
-        # Pillow keeps 8 bits, which colours may share.
-        raise UnreadableError("one colour of its 16 bits is transparent; save it with an alpha channel")
     if isinstance(picture, TiffImagePlugin.TiffImageFile):
         num_channels, num_read = picture.tag_v2.get(_SAMPLES_PER_PIXEL, 1), len(picture.getbands())
         if num_channels > num_read:
             raise UnreadableError(f"Pillow reads {num_read} of its {num_channels} channels; save those you need")
-    # A Pillow that scales the colour itself would give one that is too large to be scaled again, or 0.
-    step = _GREY_STEPS.get(layout, 1) if picture.format == "PNG" else 1
-    if isinstance(colour, int) and colour * step <= 255:
-        picture.info["transparency"] = colour * step
+    has_12_bits = "I;12" in str(picture.tile)  # Pillow's name of how the pixels lie in the file
     picture.load()
     if picture.mode[0] in "IF":
         if not picture.mode.startswith("I;16") and (picture.format not in _SCALED_BY_PILLOW or picture.mode == "F"):
             raise UnreadableError(f"its values of mode {picture.mode} have an unknown range; save it in 8 bits")
-        values_HW = np.asarray(picture)
-        grey_HW = np.rint(values_HW * (255 / (4_095 if layout == "I;12" else 65_535))).astype(np.uint8)
-        if "transparency" in picture.info:
-            grey_HW[values_HW == picture.info["transparency"]] = 255
-        return Image.fromarray(grey_HW).convert("RGB")
+        grey_HW = np.rint(np.asarray(picture) * (255 / (4_095 if has_12_bits else 65_535)))
+        return Image.fromarray(grey_HW.astype(np.uint8)).convert("RGB")
     if picture.has_transparency_data:
         rgba = picture.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", rgba.size, (*_BACKGROUND, 255)), rgba).convert("RGB")
     return picture.convert("RGB")
-
-
-def _layout(picture: ImageFile.ImageFile) -> str:
-    """Return Pillow's name of how the pixels lie in the file, such as "RGB;16B"; "" if it has none."""
-    layout = picture.tile[0][3] if picture.tile else ""
-    return str(layout[0] if isinstance(layout, tuple) else layout)
 
 
 def middle_square(height: int, width: int, size: int) -> tuple[int, int, int, int]:

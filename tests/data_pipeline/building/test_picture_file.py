@@ -106,12 +106,6 @@ def test_pixels_are_those_of_pillow_in_every_format_and_mode(form: str, mode: st
         np.testing.assert_array_equal(crop.permute(1, 2, 0), expected[:32, :32])
 
 
-def test_a_sixteen_bit_png_of_colours_keeps_the_upper_eight_bits_as_in_pillow() -> None:
-    stored = LEVELS.reshape(20, 100, 1) + np.arange(3, dtype=np.uint16)
-    file = png_with_transparent_colour(stored, bits=16, colour=None)
-    np.testing.assert_array_equal(read_pixels(file), pillow_pixels(file))
-
-
 @pytest.mark.parametrize("form", ["GIF", "WEBP", "TIFF", "AVIF", "MPO", "PNG"])
 def test_the_first_of_several_pictures_is_read(form: str) -> None:
     others = [PHOTO.rotate(180), PHOTO.rotate(90)]
@@ -213,45 +207,6 @@ def test_what_is_transparent_is_laid_over_white(
 
 def png_chunk(name: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-
-def png_with_transparent_colour(samples_HWC: np.ndarray, *, bits: int, colour: tuple[int, ...] | None) -> bytes:
-    """Return a PNG of grey (C = 1) or RGB (C = 3), with one transparent colour. Pillow cannot write all of them."""
-    height, width, num_channels = samples_HWC.shape
-    bits_of_rows = (samples_HWC.reshape(height, -1, 1) >> np.arange(bits)[::-1]) & 1
-    rows = np.packbits(bits_of_rows.reshape(height, -1).astype(np.uint8), axis=1)
-    header = struct.pack(">IIBBBBB", width, height, bits, 2 if num_channels == 3 else 0, 0, 0, 0)
-    parts = {
-        b"IHDR": header,
-        **({} if colour is None else {b"tRNS": struct.pack(f">{num_channels}H", *colour)}),
-        b"IDAT": zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows)),
-        b"IEND": b"",
-    }
-    return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(name, data) for name, data in parts.items())
-
-
-@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16])
-def test_a_transparent_grey_is_white_at_every_number_of_bits(bits: int, tmp_path: Path) -> None:
-    highest = 2**bits - 1
-    levels = np.arange(highest + 1) if bits <= 8 else np.array([0, 232, 999, 1000, 1001, 5000, highest])
-    for colour in levels.tolist() if bits <= 4 else [levels.tolist()[3]]:
-        file = png_with_transparent_colour(levels[None, :, None], bits=bits, colour=(colour,))
-        (tmp_path / "x.png").write_bytes(file)
-        expected = np.where(levels == colour, 255, np.rint(levels * (255 / highest)))
-        np.testing.assert_array_equal(
-            read_pixels((tmp_path / "x.png").read_bytes())[0], np.stack([expected] * 3, axis=1)
-        )
-        (view,) = decode_crops(memoryview(file), [Crop(0, 0, 1, len(levels))], size=len(levels))
-        np.testing.assert_array_equal(view[:, 0].numpy(), np.stack([expected] * 3))
-
-
-def test_a_transparent_colour_of_16_bits_is_refused() -> None:
-    """Pillow would compare 8 of the bits, so that another colour could become white."""
-    file = png_with_transparent_colour(np.array([[(1000, 2000, 3000)]]), bits=16, colour=(1000, 2000, 3000))
-    with pytest.raises(ValueError, match="one colour of its 16 bits is transparent; save it with an alpha channel"):
-        read_pixels(file)
-    with pytest.raises(ValueError, match="one colour of its 16 bits is transparent"):
-        decode_crops(memoryview(file), [Crop(0, 0, 1, 1)], size=1)
 
 
 def huge_png(side: int) -> bytes:
