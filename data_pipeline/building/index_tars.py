@@ -249,8 +249,6 @@ def _found_labels(
                 f"{location} has {len(words)} different labels, more than {MAX_CLASSES}; name another --label than "
                 f"{name}"
             )
-        if classes.remark:
-            logger.warning(classes.remark)
         if classes.names:
             found[name] = classes
     return found

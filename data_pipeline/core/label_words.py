@@ -22,7 +22,6 @@ MAX_CLASSES: Final = 100_000
 _MISSING: Final = frozenset({"", "nan", "NaN", "NA", "N/A", "<NA>", "null", "NULL"})
 _WHOLE: Final = re.compile(r"(-?)0*(\d+)\.0+", re.ASCII)  # a whole number as pandas writes it in a column with gaps
 _NUMBER: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
-_NUM_NAMED: Final = 3  # classes in a sentence
 
 
 def normal(text: str) -> str:
@@ -76,12 +75,10 @@ class Classes:
     Attributes:
         names: the class names, in the order of their numbers.
         number_of: the number of the class of each word; `NO_LABEL` for a word that is no label, and for "".
-        remark: what was decided about negative numbers, in a sentence for the log; "" if there are none.
     """
 
     names: tuple[str, ...]
     number_of: Mapping[str, int]
-    remark: str
 
 
 def choose_classes(label: str, words: Collection[str], *, known: tuple[str, ...] | None = None) -> Classes:
@@ -104,19 +101,12 @@ def choose_classes(label: str, words: Collection[str], *, known: tuple[str, ...]
     if all(re.fullmatch(r"-?\d+", _without_point(word), re.ASCII) for word in used):
         shown = {word: _without_point(word) for word in shown}
     used = {*shown.values(), *(known or ())}
-    negative = sorted((number, word) for word in used if (number := as_number(word)) is not None and number < 0)
     is_gap = "-1" in used and "-1" not in (known or ())
     is_gap &= all(word.isascii() and word.isdigit() for word in used - {"-1"})
     names = _names(used - {"-1"} if is_gap else used) if known is None else known
     numbers = {name: number for number, name in enumerate(names)} | ({"-1": NO_LABEL} if is_gap else {})
-    remark = ""
-    if is_gap:
-        remark = f"-1 is no label in {label}, because it is the only negative number and all others are whole numbers"
-    elif negative:
-        named = ", ".join(word for _, word in negative[:_NUM_NAMED]) + (", ..." if len(negative) > _NUM_NAMED else "")
-        remark = f"{named} {'are classes' if len(negative) > 1 else 'is a class'} of {label}"
     number_of = {word: numbers[name] for word, name in shown.items() if name in numbers}
-    return Classes(names, {"": NO_LABEL, **number_of}, remark)
+    return Classes(names, {"": NO_LABEL, **number_of})
 
 
 def _without_point(word: str) -> str:

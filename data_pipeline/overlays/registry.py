@@ -71,26 +71,19 @@ def save_overlay(overlay: Overlay, path: Path) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def load_overlay(path: Path, *, sha256: str | None) -> Overlay:
+def load_overlay(path: Path, *, sha256: str) -> Overlay:
     """Load the overlay that `save_overlay` wrote, on the CPU.
 
-    Raises `UserError` if the file is missing or damaged, if its digest is not `sha256` (None accepts any), or if the
-    overlay is not known; it may need `--code`.
+    Raises `UserError` if the file is missing, if its digest is not `sha256`, or if the overlay is not known; it may
+    need `--code`.
     """
-    data = read_file(path, sha256=sha256)
+    buffers = safetensors.torch.load(read_file(path, sha256=sha256))
+    with safetensors.safe_open(path, framework="pt") as file:
+        header = json.loads(file.metadata()[_HEADER_KEY])
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            header = json.loads(file.metadata()[_HEADER_KEY])
-        kind, options, buffers = header["kind"], header["options"], safetensors.torch.load(data)
-    except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
-        raise UserError(f"{path} is not a whole overlay file ({error}); copy or build the dataset again") from None
-    try:
-        overlay_class = find_overlay(kind)
-    except KeyError:
+        overlay_class = find_overlay(header["kind"])
+    except KeyError as error:
         raise UserError(
-            f'{path} holds an unknown overlay "{kind}"; it is registered by --code FILE or an installed package'
+            f"{path} holds an unknown overlay {error}; it is registered by --code FILE or an installed package"
         ) from None
-    try:
-        return overlay_class(**buffers, **options)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path} does not hold a {kind} overlay ({error}); copy or build the dataset again") from None
+    return overlay_class(**buffers, **header["options"])

@@ -126,8 +126,6 @@ def find_layout(files: Files, medium: Medium, *, labels: Path | None = None, cla
             number_of = {word: classes.number_of[each] for word, each in word_of.items()}
             title = medium if label == BASE else label
             columns[label] = _column(title, classes.names, number_of, words)
-            if classes.remark:
-                look.notes[classes.remark] = []
         else:
             look.notes[f"left out the label {label}, which has {len(classes.names)} different values"] = []
     return Layout(

@@ -61,16 +61,16 @@ class FileEntry(Schema):
             return cls(num_bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
 
 
-def read_file(path: Path, *, sha256: str | None) -> bytes:
+def read_file(path: Path, *, sha256: str) -> bytes:
     """Return the content of a file beside a manifest.
 
-    Raises `UserError` if it cannot be read, or does not have the `sha256` that the manifest names; None accepts any.
+    Raises `UserError` if it cannot be read, or does not have the `sha256` that the manifest names.
     """
     try:
         data = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); {_MEND}") from None
-    if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
+    if hashlib.sha256(data).hexdigest() != sha256:
         raise UserError(f"{path} is not the file that the manifest names by sha256; {_MEND}")
     return data
 

@@ -300,7 +300,7 @@ def test_size_and_layout_are_in_the_file_of_an_overlay(kind: str, tmp_path: Path
     assert len(set(digests)) == 3
     assert save_overlay(make_at(kind, 32, "tiled"), tmp_path / "tiled") == digests[-1]  # both are one at 32 pixels
     for number, overlay in enumerate(overlays):
-        loaded = load_overlay(tmp_path / f"{number}", sha256=None)
+        loaded = load_overlay(tmp_path / f"{number}", sha256=digests[number])
         pictures, keys = (
             random_pictures(4, shape=(3, overlay.image_size, overlay.image_size)),
             keys_of(range(4), epoch=2),
@@ -622,21 +622,13 @@ def test_a_saved_overlay_draws_the_same(kind: str, tmp_path: Path, monkeypatch: 
 def test_an_overlay_file_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "overlay.safetensors"
     with pytest.raises(UserError, match=r"overlay\.safetensors cannot be read"):
-        load_overlay(path, sha256=None)
+        load_overlay(path, sha256="")
     sha256 = save_overlay(capitals(), path)
     whole = path.read_bytes()
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(UserError, match="is not the file that the manifest names"):
         load_overlay(path, sha256=sha256)
-    no_options = safetensors.torch.save({}, metadata={"overlay": json.dumps({"kind": "shapes"})})
-    for damaged in (b"", whole[:300], whole[:-1], safetensors.torch.save({}), no_options):
-        path.write_bytes(damaged)
-        with pytest.raises(UserError, match="is not a whole overlay file"):
-            load_overlay(path, sha256=None)
-    path.write_bytes(safetensors.torch.save({}, metadata={"overlay": json.dumps({"kind": "letter", "options": {}})}))
-    with pytest.raises(UserError, match='holds an unknown overlay "letter"'):
-        load_overlay(path, sha256=None)
-    data = safetensors.torch.save({}, metadata={"overlay": json.dumps({"kind": "letters", "options": {"size": 3}})})
+    data = safetensors.torch.save({}, metadata={"overlay": json.dumps({"kind": "letter", "options": {}})})
     path.write_bytes(data)
-    with pytest.raises(UserError, match="does not hold a letters overlay"):
-        load_overlay(path, sha256=None)
+    with pytest.raises(UserError, match="holds an unknown overlay 'letter'"):
+        load_overlay(path, sha256=hashlib.sha256(data).hexdigest())

@@ -77,7 +77,8 @@ def test_options_are_checked_and_stand_in_the_file_and_in_the_manifest(tmp_path:
     manifest = build(overlay_options={"correlation": "0.5"})
     assert manifest.overlay is not None
     assert manifest.overlay.options == {"correlation": 0.5}
-    assert load_overlay(tmp_path / "out" / "overlay.safetensors", sha256=None).options() == {"correlation": 0.5}
+    sha256 = manifest.files["overlay.safetensors"].sha256
+    assert load_overlay(tmp_path / "out" / "overlay.safetensors", sha256=sha256).options() == {"correlation": 0.5}
     assert load_manifest(tmp_path / "out") == manifest
     assert build(overlay_options={"correlation": 0.5}) == manifest
     with pytest.raises(UserError, match="was built with overlay"):
