@@ -17,7 +17,7 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -25,19 +25,17 @@ from typing import Any, Literal, TypeVar, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
 from data_pipeline.building.catalogue import Ingredients, open_dataset, with_overlay
 from data_pipeline.building.datasets import BOTH, NUM_SAMPLES_PER_SHARD, SPLITS, TAR_PICTURE_SIZE
 from data_pipeline.building.index_tars import write_index
 from data_pipeline.building.pool import run_all
 from data_pipeline.building.tar_scan import LeftOut, ScanInputs, mean_and_std
-from data_pipeline.building.workers import BuildPlan, MadeTar, Unreadable, content_digests, make_tar
+from data_pipeline.building.workers import BuildPlan, MadeTar, UnreadableError, content_digests, make_tar, unreadable
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import Options
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.randomness import generator, shuffled_in_rounds
-from data_pipeline.core.validation import describe
 from data_pipeline.overlays import NOTHING_GIVEN, PixelOverlay, Shape, baked_keys
 from data_pipeline.overlays.registry import kind_of, save_overlay
 from data_pipeline.sources import Source, first_record
@@ -64,7 +62,7 @@ from data_pipeline.storage.write import picture_field
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T", MadeTar, bytes)
+T = TypeVar("T")
 
 _NUM_BAD_NAMED = 10  # records in a sentence
 _NUM_MEASURED, _NUM_MEASURED_AT_ONCE = 2_000, 100  # samples of the mean and std, if not of all samples
@@ -107,60 +105,54 @@ def build_dataset(
     files of a folder as they are. Up to `skip_bad` records that cannot be read are left out; `DIR.bad.txt` lists all.
     `open_dataset` explains the rest. Raises `UserError` if the input is wrong, or if `directory` holds something else.
     """
-    if not directory.name:
-        raise UserError(f"--out {directory} does not name a new folder; give a name, such as --out {directory}/data")
     if keep and "folder" not in (source, dataset.partition("_")[0]):
         raise UserError("--keep stores the files of a folder as they are; use it with a dataset of a folder")
     if keep:
         source_options = {"image_size": TAR_PICTURE_SIZE, **source_options}
-    try:
-        ingredients = open_dataset(
-            dataset,
-            split=split,
-            seed=seed,
-            limit=limit,
-            source=source,
-            root=root,
-            source_options=source_options,
-            overlay_options=overlay_options,
-            shared=shared,
+    ingredients = open_dataset(
+        dataset,
+        split=split,
+        seed=seed,
+        limit=limit,
+        source=source,
+        root=root,
+        source_options=source_options,
+        overlay_options=overlay_options,
+        shared=shared,
+        drawn=overlay,
+    )
+    how_made = HowMade(
+        dataset=dataset,
+        source=f"{ingredients.description}, files as they are" if keep else ingredients.description,
+        split=cast(Literal["train", "test"], split),
+        seed=seed,
+        repeats=repeats,
+        limit=limit,
+        source_options=dict(ingredients.source_options),
+    )
+    bad: dict[int, str] = {}  # the numbers of records that the source cannot read, with the error of each
+    _leave_out([], directory, skip_bad=skip_bad)  # of an earlier command
+    while True:
+        plan = _plan(
+            ingredients,
+            how_made,
+            directory.with_name(f"{directory.name}.partial"),
+            without=bad,
             drawn=overlay,
+            keep=keep,
+            num_samples_per_shard=num_samples_per_shard,
         )
-        how_made = HowMade(
-            dataset=dataset,
-            source=f"{ingredients.description}, files as they are" if keep else ingredients.description,
-            split=cast(Literal["train", "test"], split),
-            seed=seed,
-            repeats=repeats,
-            limit=limit,
-            source_options=dict(ingredients.source_options),
-        )
-        bad: Unreadable = {}
-        _leave_out([], directory, skip_bad=skip_bad)  # of an earlier command
-        while True:
-            plan = _plan(
-                ingredients,
-                how_made,
-                directory.with_name(f"{directory.name}.partial"),
-                without=bad,
-                drawn=overlay,
-                keep=keep,
-                num_samples_per_shard=num_samples_per_shard,
-            )
-            try:
-                if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
-                    return _check_finished(directory, plan, num_workers=num_workers)
-                with _whole_or_nothing(directory, plan.scan.directory):
-                    tars = _make_tars(plan, title=f"building {directory}", num_workers=num_workers)
-                    return _write_index(plan, tars)
-            except _UnreadableError as error:
-                bad |= error.records
-                reasons = [bad[number].removesuffix("; mend or remove it") for number in sorted(bad)]
-                _leave_out(reasons, directory, skip_bad=skip_bad)
-    except ValidationError as error:
-        raise UserError(
-            f"{dataset} cannot be built from this input: {describe(error)}; change that in the source"
-        ) from None
+        try:
+            if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
+                return _check_finished(directory, plan, num_workers=num_workers)
+            with _whole_or_nothing(directory, plan.scan.directory):
+                tars = _make_tars(plan, title=f"building {directory}", num_workers=num_workers)
+                return _write_index(plan, tars)
+        except UnreadableError:
+            for some in _of_all_records(unreadable, plan, num_workers=num_workers):
+                bad |= some
+            reasons = [bad[number].removesuffix("; mend or remove it") for number in sorted(bad)]
+            _leave_out(reasons, directory, skip_bad=skip_bad)
 
 
 def _leave_out(reasons: Sequence[str], directory: Path, *, skip_bad: int) -> None:
@@ -184,20 +176,12 @@ def _leave_out(reasons: Sequence[str], directory: Path, *, skip_bad: int) -> Non
     logger.warning("left out %d records that cannot be used: %s", len(reasons), said)
 
 
-class _UnreadableError(Exception):
-    """All records of a plan that cannot be read."""
-
-    def __init__(self, records: Unreadable) -> None:
-        super().__init__(records)
-        self.records = records
-
-
 def _plan(
     ingredients: Ingredients,
     how_made: HowMade,
     unfinished: Path,
     *,
-    without: Unreadable,
+    without: Collection[int],
     drawn: str | None,
     keep: bool,
     num_samples_per_shard: int,
@@ -284,24 +268,12 @@ def _batch_entry(
     return BatchEntry(shape=shape, mean=totals.mean, std=totals.std)
 
 
-def _readable(made: Iterable[T | Unreadable]) -> Iterator[T]:
-    """Yield what was made. Raises `_UnreadableError` at the end, with all records that cannot be read."""
-    bad: Unreadable = {}
-    for each in made:
-        if isinstance(each, dict):
-            bad |= each
-        else:
-            yield each
-    if bad:
-        raise _UnreadableError(bad)
-
-
 def _make_tars(plan: BuildPlan, *, title: str, num_workers: int) -> list[MadeTar]:
     """Write all tars."""
     tars, remarks = list[MadeTar](), LeftOut()
     made = run_all(make_tar, plan, range(plan.num_shards), num_workers=num_workers)
     with closing(made), Progress(title, total=plan.num_samples) as progress:
-        for tar in _readable(made):
+        for tar in made:
             tars.append(tar)
             remarks += tar.remarks
             progress.advance(tar.scanned.num_samples)
@@ -360,7 +332,8 @@ def _check_finished(directory: Path, plan: BuildPlan, *, num_workers: int) -> Ma
     del before_and_now["source_sha256"]
     differs = [what for what, (before, now) in before_and_now.items() if before != now]
     is_read = not plan.keeps_files and not {*differs} - {"source", "number of samples", "number of shards"}
-    digests = _digests(plan, num_workers=num_workers) if is_read else []  # raises if some records are to be left out
+    # Raises if some records are to be left out.
+    digests = _of_all_records(content_digests, plan, num_workers=num_workers) if is_read else []
     for what in differs:
         before, now = before_and_now[what]
         raise UserError(f"{directory} was built with {what} {before}, not {now}; {other}")
@@ -369,11 +342,12 @@ def _check_finished(directory: Path, plan: BuildPlan, *, num_workers: int) -> Ma
     return manifest
 
 
-def _digests(plan: BuildPlan, *, num_workers: int) -> list[bytes]:
+def _of_all_records(work: Callable[[BuildPlan, NDArray[np.int64]], T], plan: BuildPlan, *, num_workers: int) -> list[T]:
+    """Return what `work` finds in some records of a plan at a time."""
     starts = range(0, len(plan.order), NUM_SAMPLES_PER_SHARD)
     slices = [plan.order[start : start + NUM_SAMPLES_PER_SHARD] for start in starts]
-    with closing(run_all(content_digests, plan, slices, num_workers=num_workers)) as digests:
-        return list(_readable(digests))
+    with closing(run_all(work, plan, slices, num_workers=num_workers)) as found:
+        return list(found)
 
 
 @contextmanager

@@ -238,7 +238,7 @@ def _found_labels(
         known = of_train[name].classes if of_train is not None and name in of_train else None
         if not words or (of_train is not None and known is None):
             continue
-        classes = choose_classes(name, words, known=known)
+        classes = choose_classes(words, known=known)
         if unknown := sorted(words - classes.number_of.keys())[:3]:
             raise UserError(
                 f"{location} has labels that {classes_of} lacks, such as {', '.join(unknown)}; index both with the "

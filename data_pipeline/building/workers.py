@@ -93,11 +93,12 @@ class MadeTar:
     remarks: LeftOut
 
 
-Unreadable = dict[int, str]  # the numbers of records that their source cannot read, with the error of each
+class UnreadableError(UserError):
+    """A record that its source cannot read."""
 
 
-def make_tar(plan: BuildPlan, number: int) -> MadeTar | Unreadable:
-    """Write the tar of a number and scan it; or return all of its records that cannot be read, if there are any."""
+def make_tar(plan: BuildPlan, number: int) -> MadeTar:
+    """Write the tar of a number and scan it. Raises `UnreadableError` if a record cannot be read."""
     path = plan.scan.directory.absolute() / shard_name(number)
     first_index = number * plan.num_samples_per_shard
     index_B = np.arange(first_index, min(first_index + plan.num_samples_per_shard, plan.num_samples))
@@ -113,12 +114,7 @@ def make_tar(plan: BuildPlan, number: int) -> MadeTar | Unreadable:
             totals += Totals.of(sample.content)
             yield encode(sample, plan.classes, sample_rate=plan.ingredients.sample_rate, file=record.file)
 
-    try:
-        write_shard(_kept_files(plan, index_B) if plan.keeps_files else drawn(), path, first_index=first_index)
-    except ValueError:
-        if unreadable := _unreadable(plan, plan.order[index_B % len(plan.order)]):
-            return unreadable
-        raise
+    write_shard(_kept_files(plan, index_B) if plan.keeps_files else drawn(), path, first_index=first_index)
     scanned = scan_tar(plan.scan, (number, str(path)), is_built=True)
     if scanned.num_samples != len(index_B):
         num = len(index_B) - scanned.num_samples
@@ -144,13 +140,12 @@ def _kept_files(plan: BuildPlan, index_B: NDArray[np.int64]) -> Iterator[dict[st
 
 def _samples(plan: BuildPlan, index_B: NDArray[np.int64]) -> Iterator[tuple[Sample, Record]]:
     """Yield samples in order, each with its record."""
-    source = plan.ingredients.source
-    columns = source.labels
+    columns = plan.ingredients.source.labels
     num_at_once = 1 if plan.baked is None else _NUM_SAMPLES_PER_DRAW
     for start in range(0, len(index_B), num_at_once):
         some_B = index_B[start : start + num_at_once]
         numbers_B = plan.order[some_B % len(plan.order)]
-        records = [source[number] for number in numbers_B.tolist()]
+        records = [_record(plan, number) for number in numbers_B.tolist()]
         labels = {name: column.label_N[numbers_B] for name, column in columns.items()}
         if plan.baked is None:
             yield Sample(int(some_B[0]), records[0].content, None, _row(labels, 0)), records[0]
@@ -190,20 +185,24 @@ def _overlaid(
     ]
 
 
-def content_digests(plan: BuildPlan, numbers: NDArray[np.int64]) -> bytes | Unreadable:
-    """Return the digests of the contents of some records, end to end; or all that cannot be read, if there are any."""
+def _record(plan: BuildPlan, number: int) -> Record:
     try:
-        return b"".join(content_digest(plan.ingredients.source[number].content) for number in numbers.tolist())
-    except UserError:
-        return _unreadable(plan, numbers)
+        return plan.ingredients.source[number]
+    except UserError as error:
+        raise UnreadableError(str(error)) from None
 
 
-def _unreadable(plan: BuildPlan, numbers: NDArray[np.int64]) -> Unreadable:
-    """Try each of some records, and return those that cannot be read."""
-    found: Unreadable = {}
+def content_digests(plan: BuildPlan, numbers: NDArray[np.int64]) -> bytes:
+    """Return the digests of the contents of some records, end to end."""
+    return b"".join(content_digest(_record(plan, number).content) for number in numbers.tolist())
+
+
+def unreadable(plan: BuildPlan, numbers: NDArray[np.int64]) -> dict[int, str]:
+    """Try each of some records, and return those that cannot be read, with the error of each."""
+    found: dict[int, str] = {}
     for number in numbers.tolist():
         try:
-            plan.ingredients.source[number]
-        except UserError as error:
+            _record(plan, number)
+        except UnreadableError as error:
             found[number] = str(error)
     return found

@@ -81,8 +81,8 @@ class Classes:
     number_of: Mapping[str, int]
 
 
-def choose_classes(label: str, words: Collection[str], *, known: tuple[str, ...] | None = None) -> Classes:
-    """Return the classes of a label, named `label`, whose values are `words`, from `as_word`.
+def choose_classes(words: Collection[str], *, known: tuple[str, ...] | None = None) -> Classes:
+    """Return the classes of a label whose values are `words`, from `as_word`.
 
     If all words are whole numbers, `2.0` is written as `2`. `-1` is no label if it is the only negative number and all
     other words are whole numbers; any other negative number is a class. Whole numbers without large gaps are their own
@@ -91,9 +91,9 @@ def choose_classes(label: str, words: Collection[str], *, known: tuple[str, ...]
     `known` are the classes of a train set, which become `names`; then `number_of` lacks words that are none of them.
 
     Examples:
-        >>> choose_classes("base", {"wren", "owl"}).names, choose_classes("base", {"0.0", "2.0", ""}).names
+        >>> choose_classes({"wren", "owl"}).names, choose_classes({"0.0", "2.0", ""}).names
         (('owl', 'wren'), ('0', '1', '2'))
-        >>> choose_classes("base", {"0", "1", "-1"}).number_of["-1"], choose_classes("base", {"-2", "-1"}).names
+        >>> choose_classes({"0", "1", "-1"}).number_of["-1"], choose_classes({"-2", "-1"}).names
         (-1, ('-2', '-1'))
     """
     shown = {word: word for word in words if word}

@@ -3,7 +3,7 @@
 - A table of labels that the user names.
 - `metadata.csv` or `metadata.jsonl` with names of files relative to its folder, as of the Hub's imagefolder.
 - AudioMNIST and the Free Spoken Digit Dataset: every sound is named `DIGIT_SPEAKER_NUMBER.wav`.
-- A file beside each record: `a.cls`, `a.json` or `a.txt` beside `a.png`, as in WebDataset.
+- A file beside each record: `a.cls` or `a.json` beside `a.png`, as in WebDataset.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ TRAIN, TEST, VAL = "train", "test", "val"
 TEST_SPEAKERS: Final = ("05", "13", "18", "22", "26", "32", "33", "42", "45", "51", "52", "60")
 FSDD_TEST_SPEAKER: Final = "yweweler"
 SPOKEN_DIGIT: Final = re.compile(r"(?:.*/)?([0-9])_([0-9]{2}|[a-z]+)_(0|[1-9][0-9]*)\.wav", re.IGNORECASE)
-_MAX_TEXT: Final = 100  # characters of a class in a .txt beside a record
 
 
 @dataclass
@@ -150,16 +149,14 @@ def _spoken_digits(look: Look) -> Found | None:
 
 
 def _files_beside(look: Look) -> Found | None:
-    there = {name for name in look.beside if name.endswith((".json", ".cls", ".txt"))}
+    there = {name for name in look.beside if name.endswith((".json", ".cls"))}
     if not there:
         return None
     stems = [name[: len(name) - len(ending_of(name))] for name in look.names]
     words: dict[str, list[str]] = {}
-    for ending in (".cls", ".txt", ".json"):
-        if ending == ".txt" and words:  # captions
-            continue
+    for ending in (".cls", ".json"):
         texts = [look.text(stem + ending).strip() if stem + ending in there else "" for stem in stems]
-        if not any(texts) or (ending == ".txt" and not _are_classes(texts)):
+        if not any(texts):
             continue
         if ending == ".json":
             where = f"the .json beside each {look.medium} of {look.files.root}"
@@ -171,11 +168,6 @@ def _files_beside(look: Look) -> Found | None:
             words[BASE] = texts
         look.beside = [name for name in look.beside if not name.endswith(ending)]
     return Found("folder with files of labels", look.names, words) if words else None
-
-
-def _are_classes(texts: Sequence[str]) -> bool:
-    """Return whether texts may be names of classes: short lines, and at most half as many as there are records."""
-    return len(set(texts)) <= len(texts) / 2 and all(len(text) <= _MAX_TEXT and "\n" not in text for text in texts)
 
 
 # Each returns the records that it finds, or None if it does not fit.

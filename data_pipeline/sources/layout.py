@@ -119,7 +119,7 @@ def find_layout(files: Files, medium: Medium, *, labels: Path | None = None, cla
     has_class_folders = BASE in columns
     for label, words in found.words.items():
         word_of = {word: as_word(word) for word in set(words)}
-        classes = choose_classes(label, set(word_of.values()), known=found.classes.get(label))
+        classes = choose_classes(set(word_of.values()), known=found.classes.get(label))
         are_words = any(word and as_number(word) is None for word in word_of.values())
         are_texts = are_words and len(word_of) > max(_NUM_TEXTS, len(words) // 2)
         if 1 <= len(classes.names) <= MAX_CLASSES and not are_texts:

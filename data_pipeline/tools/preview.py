@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.audio.log_mel import log_mel, mel_config, power_mel
 from data_pipeline.core.batch import Batch
-from data_pipeline.core.errors import UserError, printable
+from data_pipeline.core.errors import printable
 from data_pipeline.core.sample import MASK_OUTSIDE, NO_LABEL
 from data_pipeline.loading.whole import read_all
 from data_pipeline.storage.manifest import Manifest
@@ -101,8 +101,6 @@ def pictures_of(batch: Batch, manifest: Manifest) -> NDArray[np.generic]:
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.out.suffix.lower() != ".png":
-        raise UserError(f"--out {args.out} does not end in .png; a preview is written as PNG")
     figure = draw_grid(args.location, num_samples=args.samples)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.out, dpi=100)

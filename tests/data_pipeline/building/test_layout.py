@@ -73,11 +73,6 @@ TABLES: dict[str, tuple[dict[str, str | bytes | None], dict[str, str], list[str]
         {"1.png": ":3", "2.png": ":0", "3.png": ":", "4.png": ":"},
         ["ignored files that are no picture"],
     ),
-    "a text beside each": (
-        {**FLAT, "1.txt": "owl", "2.txt": "wren", "3.txt": "owl", "4.txt": "wren"},
-        {"1.png": ":owl", "2.png": ":wren", "3.png": ":owl", "4.png": ":wren"},
-        [],
-    ),
     "captions": (
         {**FLAT, "1.txt": "an owl", "2.txt": "a wren", "3.txt": "a tree", "4.txt": "a bird"},
         dict.fromkeys(FLAT, ":"),

@@ -33,7 +33,7 @@ def test_a_gap_is_no_label(text: str) -> None:
     ],
 )
 def test_classes_of_a_column(words: set[str], names: tuple[str, ...], without: tuple[str, ...]) -> None:
-    classes = choose_classes("x", words | {""})
+    classes = choose_classes(words | {""})
     assert classes.names == names
     assert {word for word, number in classes.number_of.items() if number == NO_LABEL} == {"", *without}
     assert {names[classes.number_of[word]] for word in words - set(without)} <= set(names)
@@ -51,6 +51,6 @@ def test_classes_of_a_column(words: set[str], names: tuple[str, ...], without: t
 def test_a_test_set_has_the_classes_of_its_train_set(
     words: set[str], known: tuple[str, ...], numbers: dict[str, int]
 ) -> None:
-    classes = choose_classes("x", words, known=known)
+    classes = choose_classes(words, known=known)
     assert classes.names == known
     assert classes.number_of == {"": NO_LABEL, **numbers}

@@ -146,16 +146,6 @@ def test_ctrl_c_ends_a_build_without_a_traceback_and_leaves_nothing(num_tars: in
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_current_directory_cannot_be_built_anew(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    status, out, err = run(capsys, monkeypatch, "build", "procedural_letters", "--out", ".", "--limit", "2")
-    assert (status, out) == (2, [])
-    assert err == ["error: --out . does not name a new folder; give a name, such as --out ./data"]
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_help_names_what_the_overlays_and_sources_offer() -> None:
     """The names stand apart from the code that they name, so that the help needs none of it."""
     assert [kind for kind in OVERLAYS if issubclass(find_overlay(kind), PixelOverlay)] == [*PICTURE_OVERLAYS]

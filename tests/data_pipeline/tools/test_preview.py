@@ -3,12 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from matplotlib.figure import Figure
 
-from data_pipeline.__main__ import main
-from data_pipeline.core.errors import UserError
 from data_pipeline.loading.decode import decode
 from data_pipeline.overlays import evaluation_keys
 from data_pipeline.overlays.shapes import Shapes
@@ -64,13 +61,3 @@ def test_sounds_are_drawn_with_time_to_the_right_and_frequency_upwards(tmp_path:
         if end < 0.7 * num_frames:
             assert values[:, : end - 3].max() > values[:, end + 3 :].max()
     assert min(loudest_bands[1]) > max(loudest_bands[0])  # a high tone lies above a deep one
-
-
-@pytest.mark.parametrize(
-    ("out", "samples", "problem"),
-    [("grid.png", "0", "--samples"), ("grid.jpg", "1", "does not end in .png")],
-)
-def test_what_cannot_be_drawn_is_said(tmp_path: Path, out: str, samples: str, problem: str) -> None:
-    directory = write_tiny_dataset(tmp_path / "built", num_samples=2)
-    with pytest.raises(UserError, match=problem):
-        main(["preview", str(directory), "--out", str(tmp_path / out), "--samples", samples])
