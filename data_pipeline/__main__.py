@@ -53,7 +53,7 @@ def _build(parser: argparse.ArgumentParser) -> None:
     add("--root", metavar="PATH", type=Path, help="The directory that holds the files of the source.")
     add(
         "--split",
-        metavar="|".join((*SPLITS, BOTH)),
+        choices=(*SPLITS, BOTH),
         default="train",
         help=f"The split to build (default: train); {BOTH} builds DIR/train and DIR/test.",
     )
@@ -61,7 +61,7 @@ def _build(parser: argparse.ArgumentParser) -> None:
     add("--limit", metavar="N", type=positive, help="Use at most N records, balanced over the classes.")
     add(
         "--overlay",
-        metavar="|".join(OVERLAY_MODES),
+        choices=OVERLAY_MODES,
         help="Draw overlays into the shards (default) or again at each reading.",
     )
     _add_overlay_options(parser)
@@ -144,7 +144,7 @@ def _index(parser: argparse.ArgumentParser) -> None:
         help="Draw this on the pictures each time they are read (default: nothing).",
     )
     _add_overlay_options(parser)
-    add("--split", metavar="|".join(SPLITS), default="train", help="The split of the digits (default: train).")
+    add("--split", choices=SPLITS, default="train", help="The split of the digits (default: train).")
     _add_workers(parser)
 
 
@@ -152,12 +152,6 @@ def _look(parser: argparse.ArgumentParser) -> None:
     """Say what pictures or sounds you have, what is wrong with them, and how to build them."""
     add = parser.add_argument
     add("paths", metavar="PATH", nargs="+", help="A folder, a zip, tars, a table of labels; several are compared.")
-    add(
-        "--decode",
-        choices=("some", "all"),
-        default="some",
-        help="Decode all files, or some of at most 500 MB together (default).",
-    )
     _add_workers(parser)
 
 
@@ -226,8 +220,20 @@ def _add_files(parser: argparse.ArgumentParser, *, digits: str) -> None:
         default=digits,
         help="The digits of MNIST in each split (default: %(default)s).",
     )
-    add("--speech-root", metavar="PATH", type=Path, help="The directory of spoken digits (default: --root).")
-    add("--noise-root", metavar="PATH", type=Path, help="The directory of the background sounds (default: --root).")
+    add(
+        "--speech-root",
+        dest="speech",
+        metavar="PATH",
+        type=Path,
+        help="The directory of spoken digits (default: --root).",
+    )
+    add(
+        "--noise-root",
+        dest="noise",
+        metavar="PATH",
+        type=Path,
+        help="The directory of the background sounds (default: --root).",
+    )
     add("--workers", metavar="N", type=positive, default=1, help="The number of processes (default: %(default)s).")
 
 

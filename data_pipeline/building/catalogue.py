@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from data_pipeline.building.datasets import DATASETS, GENERATED, OVERLAY_MODES, PICTURES, SOURCES, SPLITS, datasets_with
+from data_pipeline.building.datasets import DATASETS, PICTURES, SOURCES, datasets_with
 from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.options import (
     OVERLAY_OPTION,
@@ -100,17 +100,11 @@ def open_dataset(
     """
     if (found := datasets_with(list(OVERLAY_NAMES.names())).get(dataset)) is None:
         raise UserError(f'unknown dataset "{dataset}"{nearest(dataset, DATASETS)}')
-    if split not in SPLITS:
-        raise UserError(f'unknown split "{split}"{nearest(split, SPLITS)}')
     base = found.base
     name = source or SOURCES[base][0]
     is_own = base in PICTURES and name in SOURCE_NAMES.names() and name not in SOURCE_NAMES.built_in
     if name not in SOURCES[base] and not is_own:
         raise UserError(f'{dataset} cannot come from the source "{name}"{nearest(name, SOURCES[base])}')
-    if name in GENERATED and root is not None:
-        raise UserError(f"{name} data is generated, not read from {root}; leave --root out")
-    if drawn is not None and drawn not in OVERLAY_MODES:
-        raise UserError(f'unknown --overlay "{drawn}"{nearest(drawn, OVERLAY_MODES)}')
     if found.overlay is None and (drawn or overlay_options):
         raise UserError(f"{dataset} has no overlay, so it takes no --overlay and no option of one; leave them out")
     given = SourceInputs(base, root, split, seed, limit, source_options, {} if shared is None else shared)
@@ -163,8 +157,6 @@ def open_picture_overlay(given: OverlayInputs) -> PixelOverlay:
     """
     if given.name not in OVERLAY_NAMES.names():
         raise UserError(f'unknown overlay "{given.name}"{nearest(given.name, OVERLAY_NAMES.names())}')
-    if given.split not in SPLITS:
-        raise UserError(f'unknown split "{given.split}"{nearest(given.split, SPLITS)}')
     overlay = find_overlay(given.name)
     if not issubclass(overlay, PixelOverlay):
         raise UserError(

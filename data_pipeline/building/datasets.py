@@ -31,7 +31,6 @@ SOURCES: Final[Mapping[str, tuple[str, ...]]] = {
     "silence": ("audiomnist", "fsdd", "procedural"),
     "sounds": ("sound_folder",),
 }
-GENERATED: Final = ("procedural", "trifeature")  # sources that read no files
 SOURCE_SUMMARIES: Final[Mapping[str, str]] = {
     "torchvision": "the files that torchvision downloads, in --root",
     "folder": "pictures in --root, a folder or a zip, with folders train, test, CLASS, a table, or neither",

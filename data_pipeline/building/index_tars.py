@@ -27,7 +27,6 @@ from data_pipeline.building.datasets import TAR_PICTURE_SIZE
 from data_pipeline.building.pool import run_all
 from data_pipeline.building.tar_scan import (
     LABEL_FIELDS,
-    PATH_FIELD,
     UNREAD_LABELS,
     LeftOut,
     ScanInputs,
@@ -36,7 +35,7 @@ from data_pipeline.building.tar_scan import (
     scan_tar,
 )
 from data_pipeline.core.errors import UserError, printable
-from data_pipeline.core.label_words import MAX_CLASSES, Classes, check_label_name, choose_classes
+from data_pipeline.core.label_words import Classes, check_label_name, choose_classes
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY
 from data_pipeline.overlays import OverlayInputs, PixelOverlay
@@ -109,8 +108,6 @@ def make_index(
         found = _found_labels(location, tars, fields, classes_of=classes_of)
         labels = {name: LabelEntry(title=name, classes=classes.names) for name, classes in found.items()}
         mean, std = mean_and_std(tars)
-        if overlay is not None and len(mean) != 3:
-            raise UserError(f"{location} holds pictures of {len(mean)} channels, and overlays are drawn on RGB")
         entry = None
         _remove_index(out)
         if overlay is not None:
@@ -244,11 +241,6 @@ def _found_labels(
                 f"{location} has labels that {classes_of} lacks, such as {', '.join(unknown)}; index both with the "
                 "same --label, or leave samples of other classes out"
             )
-        if len(classes.names) > MAX_CLASSES:
-            raise UserError(
-                f"{location} has {len(words)} different labels, more than {MAX_CLASSES}; name another --label than "
-                f"{name}"
-            )
         if classes.names:
             found[name] = classes
     return found
@@ -290,14 +282,7 @@ def parse_labels(words: Sequence[str]) -> dict[str, str] | None:
         name, field = (name, field) if equals and ":" not in name else (BASE, word)
         extension, colon, entry = field.lstrip(".").partition(":")
         field = f"{extension.lower()}{colon}{entry}"
-        if extension.lower() == PATH_FIELD and re.fullmatch(r"-?\d{1,3}", entry) is None:
-            raise UserError(f"--label {word} names no folder; write path:0 for the first, path:-1 for that of the file")
         check_label_name(name, f"--label {word}")
-        if not field or "," in field:
-            raise UserError(
-                f"--label {word} names no field, or one with a comma; write it as {name}=cls or "
-                f"{name}=json:path.to.label"
-            )
         if name in labels:
             raise UserError(f"--label names {name} twice ({labels[name]} and {field}); give each label once")
         labels[name] = field

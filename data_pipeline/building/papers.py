@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from data_pipeline.building.datasets import DATASETS, SPLITS
-from data_pipeline.building.suppression import Files, Part, build_parts, files_of
+from data_pipeline.building.suppression import Files, Part, arguments_of, build_parts, files_of
 from data_pipeline.building.suppression_settings import NUM_SMALL
 from data_pipeline.core.errors import UserError
 
@@ -36,21 +36,13 @@ def parts_of_papers(out: Path, *, small: bool, files: Files) -> list[Part]:
 
 def _arguments(name: str, *, split: str, small: bool, files: Files) -> dict[str, Any]:
     dataset = DATASETS[name]
-    is_picture = dataset.base.startswith("cifar")
-    arguments: dict[str, Any] = {
+    num_small = NUM_SMALL[split] if dataset.base.startswith("cifar") else 1_000
+    return {
         "dataset": name,
         "overlay": None if dataset.overlay is None else "online",
-        "limit": None,
-        "source": files.cifar if is_picture else "fsdd" if small else "audiomnist",
-        "root": files.root if is_picture else files.speech or files.root,
+        "limit": num_small if small else None,
+        **arguments_of(dataset.base, dataset.overlay, scale="small" if small else "full", files=files),
     }
-    if small:
-        arguments["limit"] = NUM_SMALL[split] if is_picture else 1_000
-    if dataset.overlay == "noise":
-        arguments["overlay_options"] = {"noise_root": str(files.noise or files.root)}
-    if dataset.overlay == "digits":
-        arguments["overlay_options"] = {"digits": files.digits}
-    return arguments
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -21,6 +21,8 @@ from data_pipeline.building.build import build_dataset
 from data_pipeline.building.datasets import SPLITS
 from data_pipeline.building.suppression_settings import NUM_SMALL, SETTINGS, Scale, Setting, directory_of
 from data_pipeline.core.errors import UserError, nearest
+from data_pipeline.core.options import Options
+from data_pipeline.overlays import NOTHING_GIVEN
 from data_pipeline.overlays.digits import DigitOptions
 from data_pipeline.overlays.registry import find_overlay
 
@@ -62,13 +64,7 @@ class Part:
 
 def files_of(arguments: argparse.Namespace) -> Files:
     """Return the places of the files that a command line names."""
-    return Files(
-        root=arguments.root,
-        cifar=arguments.cifar,
-        digits=arguments.digits,
-        speech=arguments.speech_root,
-        noise=arguments.noise_root,
-    )
+    return Files(**{field.name: getattr(arguments, field.name) for field in fields(Files)})
 
 
 def build_parts(parts: Sequence[Part], *, limit: int | None, num_workers: int) -> list[str]:
@@ -93,26 +89,31 @@ def build_parts(parts: Sequence[Part], *, limit: int | None, num_workers: int) -
     return list(problems.values())
 
 
-def arguments_of(setting: Setting, difficulty: str, *, split: str, scale: Scale, files: Files) -> dict[str, Any]:
-    """Return the arguments of `build_dataset` for a split of a setting: source, root and options."""
-    overlay = setting.options("overlay", difficulty=difficulty, split=split, scale=scale)
-    source = setting.options("source", difficulty=difficulty, split=split, scale=scale)
-    if setting.is_sound:
-        overlay["noise_root"] = str(files.noise or files.root)
-        name = "fsdd" if scale == "small" else "audiomnist"
-        return {"source": name, "root": files.speech or files.root, "overlay_options": overlay}
-    if setting.overlay is None:
-        return {"source_options": source}
-    if setting.base != "cifar10":
-        source["kind"] = files.digits
-    if issubclass(find_overlay(setting.overlay).options_schema, DigitOptions):
-        overlay["digits"] = files.digits
-    return {
-        "source": files.cifar if setting.base == "cifar10" else None,
-        "root": files.root,
-        "source_options": source,
-        "overlay_options": overlay,
-    }
+def arguments_of(
+    base: str,
+    overlay: str | None,
+    *,
+    scale: Scale,
+    files: Files,
+    source_options: Options = NOTHING_GIVEN,
+    overlay_options: Options = NOTHING_GIVEN,
+) -> dict[str, Any]:
+    """Return the arguments of `build_dataset` for pictures or sounds and an overlay on them: source, root, options."""
+    of_source, of_overlay = dict(source_options), dict(overlay_options)
+    if base in ("spoken", "silence"):
+        if overlay is not None:
+            of_overlay["noise_root"] = str(files.noise or files.root)
+        source = "fsdd" if scale == "small" else "audiomnist"
+        return {"source": source, "root": files.speech or files.root, "overlay_options": of_overlay}
+    if base == "trifeature":
+        return {"source_options": of_source}
+    is_photo = base.startswith("cifar")
+    if not is_photo:
+        of_source["kind"] = files.digits
+    if overlay is not None and issubclass(find_overlay(overlay).options_schema, DigitOptions):
+        of_overlay["digits"] = files.digits
+    photos = files.cifar if is_photo else None
+    return {"source": photos, "root": files.root, "source_options": of_source, "overlay_options": of_overlay}
 
 
 def build_suppression(
@@ -137,7 +138,14 @@ def build_suppression(
                 "dataset": setting.dataset,
                 "overlay": None if setting.overlay is None else "online",
                 "limit": _limit(setting, split=split, scale=scale),
-                **arguments_of(setting, difficulty, split=split, scale=scale, files=files),
+                **arguments_of(
+                    setting.base,
+                    setting.overlay,
+                    scale=scale,
+                    files=files,
+                    source_options=setting.options("source", difficulty=difficulty, split=split, scale=scale),
+                    overlay_options=setting.options("overlay", difficulty=difficulty, split=split, scale=scale),
+                ),
             },
         )
         for name in names

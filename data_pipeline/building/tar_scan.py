@@ -42,7 +42,6 @@ from data_pipeline.storage.tar_headers import (
 )
 
 LABEL_FIELDS: Final = ("cls", "label", "label.txt", "class", "cls.txt")  # tried in this order if none is named
-_MAX_LABEL_BYTES: Final = 1 << 20
 _REMOTE: Final = RemoteConfig()
 _MAX_FIELDS: Final = 50  # that are counted in a tar
 _METADATA: Final = re.compile(r"__[^/]*__($|/)")  # names of members that WebDataset passes over
@@ -268,8 +267,6 @@ class _LabelReader:
         member = of_sample.get(extension)
         if member is None:
             return ""
-        if member.size > _MAX_LABEL_BYTES:
-            raise ValueError(f"it has {member.size:,} bytes, more than {_MAX_LABEL_BYTES:,}")
         content = bytes(data[member.offset : member.offset + member.size])
         # Some programs write a byte-order mark before the text.
         value = _value_in_json(content, entry) if entry else content.decode("utf-8-sig")

@@ -29,7 +29,6 @@ from data_pipeline.overlays.digits import DigitOptions, resized
 Join = Literal["tall", "square"]
 Place = Literal["above", "below"]
 NUM_CLASSES: Final = 10
-MIN_WIDTH: Final = 8  # pixels, of the smallest digits that there are
 _CLASS, _DIGIT = FIRST_PURPOSE, FIRST_PURPOSE + 2  # the class takes two purposes
 _STEPS: Final = 1 << 30  # values of a draw among the digits of a class; times their number it fits 64 bits
 
@@ -97,31 +96,21 @@ class Dominoes(PixelOverlay):
     def open(cls, given: OverlayInputs) -> Self:
         options = given.read(DominoesOptions)
         check_base_label(given, options.correlation)
-        width = _checked_width(given.shape, given.pictures)
         source = options.read(given)
-        overlay = cls(*resized(source, width), **options.model_dump())
+        overlay = cls(*resized(source, given.shape[2]), **options.model_dump())
         overlay.made_from = f" + {source.description}"
         return overlay
 
     def output_shape(self, stored_shape: Shape) -> Shape:
         num_channels, height, width = stored_shape
-        if _checked_width(stored_shape, "these pictures") != self.digits_NHW.shape[-1]:
-            raise UserError(
-                f"the digits are {self.digits_NHW.shape[-1]} pixels wide, but the pictures {width}; build the dataset "
-                "again"
-            )
         tall = height + width
         if self.join == "square" and tall % 2:
             raise UserError(f"join=square halves the rows of a picture, and {tall} cannot be halved; set join=tall")
         return num_channels, tall // 2 if self.join == "square" else tall, width
 
     def forward(self, inputs: Tensor, keys: DrawKeys, labels: Mapping[str, Tensor] = NOTHING_GIVEN) -> Overlaid:
-        """Join a digit to pictures (B, C, H, W) uint8: (B, C, H + W, W) uint8, or half as many rows.
-
-        Raises `UserError` if W is not the width of the digits.
-        """
-        num_channels, height, width = inputs.shape[1:]
-        self.output_shape((num_channels, height, width))
+        """Join a digit to pictures (B, C, H, W) uint8: (B, C, H + W, W) uint8, or half as many rows."""
+        num_channels = inputs.shape[1]
         label_B = correlated_classes(keys, labels, NUM_CLASSES, correlation=self.correlation, purpose=_CLASS)
         step_B = integers(keys, 1, _STEPS, purpose=_DIGIT)[:, 0]
         digit_BHW = self.digits_NHW[self._start_K[label_B] + step_B * self._count_K[label_B] // _STEPS]
@@ -140,12 +129,3 @@ def halve_rows(pictures_BCHW: Tensor) -> Tensor:
     """Return the mean of each pair of rows of pictures (B, C, H, W) uint8, rounded half up: (B, C, H / 2, W) uint8."""
     upper, lower = pictures_BCHW[:, :, ::2].to(torch.int16), pictures_BCHW[:, :, 1::2].to(torch.int16)
     return ((upper + lower + 1) >> 1).to(torch.uint8)
-
-
-def _checked_width(shape: Shape, pictures: str) -> int:
-    if shape[2] < MIN_WIDTH:
-        raise UserError(
-            f"a domino holds a digit as wide as the picture, so that needs {MIN_WIDTH} pixels or more, but {pictures} "
-            f"are {shape[2]} wide; give them a larger image_size"
-        )
-    return shape[2]

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -56,11 +56,6 @@ def read_manifest(location: str | Path, *, config: RemoteConfig) -> Manifest:
         return load_manifest(location)
     refuse_secrets(location)
     location = str(location)
-    if re.search(r"\.tar\b", location) is not None:
-        raise UserError(
-            f"{location} names tars; index them with `python -m data_pipeline index '{location}' --out DIR`, and name "
-            "that DIR in place of them"
-        )
     url = file_url(location, MANIFEST_NAME)
     soon = config.model_copy(update={"num_attempts": min(config.num_attempts, _MANIFEST_ATTEMPTS)})
     with tempfile.TemporaryDirectory(prefix="manifest-") as directory:
@@ -83,7 +78,7 @@ class FileCache:
 
     May be forked and pickled. `location` names the dataset in messages; `sha256` is the hash of its manifest.
 
-    Raises `UserError` if the cache cannot be written.
+    Raises `OSError` if the cache cannot be written.
     """
 
     def __init__(self, location: str, *, sha256: str, config: RemoteConfig) -> None:
@@ -100,9 +95,8 @@ class FileCache:
         self._limit = None if gigabytes is None else int(gigabytes * 1e9)
         self._directory = self._root / f"dataset-{sha256[:16]}"
         self._num_prefetches = 0
-        with self._disk_errors_as_user_errors():
-            self._root.mkdir(mode=0o700 if config.cache_dir is None else 0o777, parents=True, exist_ok=True)
-            self._directory.mkdir(exist_ok=True)
+        self._root.mkdir(mode=0o700 if config.cache_dir is None else 0o777, parents=True, exist_ok=True)
+        self._directory.mkdir(exist_ok=True)
 
     def max_files(self, num_bytes_S: NDArray[np.int64]) -> int | None:
         """Return how many of the largest files of these sizes the cache can hold at once; None if it can hold all.
@@ -125,7 +119,7 @@ class FileCache:
         Another process may evict the file at any time. A mapped or open file stays readable; if the path is gone, call
         this again.
 
-        Raises `UserError` if the file cannot be fetched in time, or if the disk is full.
+        Raises `UserError` if the file cannot be fetched in time, and `OSError` if it cannot be written.
         """
         path = self._directory / name
         while True:
@@ -161,18 +155,17 @@ class FileCache:
     def _fetch(self, path: Path, file: RemoteFile) -> None:
         """Fetch one file, or wait for the process that is fetching it."""
         partial = path.with_name(f".{path.name}.partial")
-        with self._disk_errors_as_user_errors():
-            self._directory.mkdir(parents=True, exist_ok=True)
-            with locked(path.with_name(f".{path.name}.lock"), waits=True):
-                if _is_cached(path, file):
-                    return
-                start = time.monotonic()
-                fetch(file, partial, config=self._config)
-                with partial.open("rb") as whole:
-                    os.fsync(whole.fileno())  # a later run checks only the size, also after a power cut
-                    num_bytes = os.fstat(whole.fileno()).st_size
-                partial.replace(path)
-                self._evict()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        with locked(path.with_name(f".{path.name}.lock"), waits=True):
+            if _is_cached(path, file):
+                return
+            start = time.monotonic()
+            fetch(file, partial, config=self._config)
+            with partial.open("rb") as whole:
+                os.fsync(whole.fileno())  # a later run checks only the size, also after a power cut
+                num_bytes = os.fstat(whole.fileno()).st_size
+            partial.replace(path)
+            self._evict()
         seconds = time.monotonic() - start
         logger.info("fetched %s of %s: %.1f MB in %.1f s", path.name, self.location, num_bytes / 1e6, seconds)
 
@@ -187,17 +180,6 @@ class FileCache:
                 return
             path.unlink(missing_ok=True)
             excess -= num_bytes
-
-    @contextmanager
-    def _disk_errors_as_user_errors(self) -> Iterator[None]:
-        """Raise `UserError` for an error of the cache's disk."""
-        try:
-            yield
-        except OSError as error:
-            raise UserError(
-                f"{self._root} cannot be the cache of {self.location} ({error.strerror}: {error.filename}); free some "
-                "room, or set data.remote.cache_dir to another disk that you may write to"
-            ) from None
 
 
 def _files(root: Path) -> Iterator[tuple[int, int, Path]]:

@@ -56,14 +56,8 @@ class Zip(Files):
         self._zip = zipfile.ZipFile(root)
 
     def find(self, others: dict[str, str]) -> Iterator[str]:
-        members = {info.filename: info for info in self._zip.infolist() if not info.is_dir()}
-        for name in sorted(members, key=lambda name: name.split("/")):
-            if not all(map(is_visible, name.split("/"))):
-                continue
-            if members[name].flag_bits & 1:
-                others[name] = "encrypted"
-            else:
-                yield name
+        names = {tuple(info.filename.split("/")) for info in self._zip.infolist() if not info.is_dir()}
+        yield from ("/".join(name) for name in sorted(names) if all(map(is_visible, name)))
 
     def read(self, name: str) -> bytes:
         try:

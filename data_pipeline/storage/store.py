@@ -223,11 +223,6 @@ class SampleStore:
         """Return the name of the copy of a remote tar in the cache, and the tar."""
         url = self.tar_names[number]
         if not is_remote(url):
-            if Path(url).is_absolute():
-                raise UserError(
-                    f"{self.location} is an index of tars on the machine that made it; index the tars here with "
-                    "`python -m data_pipeline index`"
-                )
             url = file_url(str(self.location), url)
         return f"tar-{number:08d}.tar", RemoteFile(url, int(self.shard_bytes[number]), self.sha256(number))
 

@@ -23,7 +23,7 @@ from data_pipeline.core.sample import Medium
 from data_pipeline.sources.examine import Examined, Fault, examine
 from data_pipeline.sources.files import Files, medium_of
 
-NUM_DECODED_BYTES: Final = 500_000_000
+_NUM_DECODED_BYTES: Final = 500_000_000  # of all files together
 _NUM_AT_ONCE: Final = 200  # files
 _EDGE: Final = 1 << 16  # bytes at each end of a file by which equal files are found
 
@@ -68,10 +68,10 @@ class Census:
         self.kinds[replace(found, seconds=seconds, reason="")] += 1
 
 
-def take_census(files: Files, *, num_decoded_bytes: int | None, num_workers: int, title: str) -> Census:
-    """Examine all files of a place. `num_decoded_bytes` bounds what is decoded, spread evenly; None decodes all."""
+def take_census(files: Files, *, num_workers: int, title: str) -> Census:
+    """Examine all files of a place, and decode some, spread evenly. A build decodes all, and names the bad ones."""
     starts = range(0, len(files.names), _NUM_AT_ONCE)
-    quota = None if num_decoded_bytes is None else num_decoded_bytes // max(len(starts), 1)
+    quota = _NUM_DECODED_BYTES // max(len(starts), 1)
     census, digests = Census(), []
     parts = run_all(_examine_some, (files, quota), starts, num_workers=num_workers)
     with Progress(title, total=len(files.names)) as progress:
@@ -84,7 +84,7 @@ def take_census(files: Files, *, num_decoded_bytes: int | None, num_workers: int
     return census
 
 
-def _examine_some(inputs: tuple[Files, int | None], start: int) -> list[tuple[Examined, int, int]]:
+def _examine_some(inputs: tuple[Files, int], start: int) -> list[tuple[Examined, int, int]]:
     """Examine the files from number `start` on. A worker process calls this.
 
     Returns what each file is, its size, and a number that equal files share.
@@ -96,7 +96,7 @@ def _examine_some(inputs: tuple[Files, int | None], start: int) -> list[tuple[Ex
         try:
             with files.open(name) as file:
                 num_bytes, digest = _edges(file)
-                full = quota is None or num_decoded_bytes + num_bytes <= quota * (number + 1) / len(names)
+                full = num_decoded_bytes + num_bytes <= quota * (number + 1) / len(names)
                 num_decoded_bytes += num_bytes if full else 0
                 part.append((examine(name, file, full=full), num_bytes, digest))
         except (OSError, ValueError) as error:

@@ -32,11 +32,10 @@ from data_pipeline.storage.locations import (
     MANIFEST_NAME,
     PICTURE_FIELDS,
     dataset_directory,
-    is_remote,
 )
 from data_pipeline.storage.manifest import LabelEntry, describe_manifest, load_manifest
 from data_pipeline.storage.tar_headers import split_name
-from data_pipeline.tools.census import NUM_DECODED_BYTES, take_census
+from data_pipeline.tools.census import take_census
 from data_pipeline.tools.findings import Place, Problem, add_equal_files, add_problems, add_split_folders
 from data_pipeline.tools.next_commands import commands
 
@@ -46,13 +45,8 @@ _NUMBER: Final = re.compile(r"\d+(?=\.\w+$)")  # of a tar
 _TABLES: Final = frozenset({".csv", ".tsv", ".jsonl", ".txt"})
 
 
-def look_at(path: str, *, num_decoded_bytes: int | None, num_workers: int) -> Place:
-    """Return what was found at a path. Raises `UserError` if there is nothing, or if it is remote."""
-    if is_remote(path):
-        raise UserError(
-            f"{path} is remote; copy it to this machine, or index its tars: `python -m data_pipeline index '{path}' "
-            "--out DIR`"
-        )
+def look_at(path: str, *, num_workers: int) -> Place:
+    """Return what was found at a path. Raises `UserError` if there is nothing."""
     place, local = Place(path), Path(path).expanduser()
     if (dataset_directory(local) / MANIFEST_NAME).is_file():
         place.manifest = load_manifest(local)
@@ -60,8 +54,7 @@ def look_at(path: str, *, num_decoded_bytes: int | None, num_workers: int) -> Pl
     if local.is_file() and local.suffix.lower() in _TABLES:
         place.labels = local
     files = place.files = open_files(local if place.labels is None else local.parent)
-    title = f"look at {path}"
-    place.census = take_census(files, num_decoded_bytes=num_decoded_bytes, num_workers=num_workers, title=title)
+    place.census = take_census(files, num_workers=num_workers, title=f"look at {path}")
     nums = Counter(kind.medium for kind in place.census.kinds.elements())
     if not nums["picture"] + nums["sound"]:
         mend = "name the folder, the zip, the tars or the table that has them"
@@ -156,7 +149,7 @@ def _rows(place: Place, files: Files) -> Iterator[tuple[str, str]]:
         if not layout.labels:
             yield "labels", "no labels: training needs none, probes need one"
     if decoded := census.count("picture", "is_decoded") + census.count("sound", "is_decoded"):
-        yield "decoded", f"{decoded[True,]:,} of {decoded.total():,}, spread evenly; --decode all decodes each"
+        yield "decoded", f"{decoded[True,]:,} of {decoded.total():,}, spread evenly"
 
 
 def _from_to(words: Iterable[str]) -> str:
@@ -201,8 +194,7 @@ def _problem_lines(problem: Problem) -> Iterator[str]:
 
 def run(args: argparse.Namespace) -> None:
     """Do what `python -m data_pipeline look` asks for. Exits with status 1 if something must be mended first."""
-    limit = None if args.decode == "all" else NUM_DECODED_BYTES
-    places = [look_at(path, num_decoded_bytes=limit, num_workers=args.workers) for path in args.paths]
+    places = [look_at(path, num_workers=args.workers) for path in args.paths]
     add_equal_files(places)
     add_split_folders(places)
     print("\n\n".join("\n".join(describe(place)) for place in places))

@@ -323,7 +323,6 @@ def test_a_field_may_hold_an_equals_sign_and_its_extension_capitals_and_a_dot(wo
     [
         (["a=cls", "a=txt"], r"--label names a twice \(cls and txt\); give each label once"),
         (["a b=cls"], r'--label a b=cls: "a b" is not a valid name of a label; use up to 32 of the letters'),
-        (["colour="], r"--label colour= names no field"),
         (["overlay=cls"], r"--label overlay=cls: overlay is the label of what a build draws"),
     ],
 )

@@ -73,11 +73,6 @@ def test_missing_credentials_are_named(bucket: str, tmp_path: Path, monkeypatch:
     s3fs.S3FileSystem.clear_instance_cache()
 
 
-def test_remote_tars_as_a_dataset_say_how_to_index_them(bucket: str) -> None:
-    with pytest.raises(UserError, match="names tars; index them with `python -m data_pipeline index"):
-        SampleStore(f"{bucket}/train-{{0000..0002}}.tar")
-
-
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     """A web server with two tars of three samples each, of which fetches wait only a moment between attempts."""

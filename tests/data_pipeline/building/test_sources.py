@@ -197,10 +197,6 @@ def test_mnist_that_is_missing_or_damaged_names_the_file(tmp_path: Path) -> None
         mnist_digits(tmp_path, split="train")
     images.with_suffix(".gz").write_bytes(gzip.compress(whole))
     assert len(mnist_digits(tmp_path, split="train").labels) == 20
-    write_idx(tmp_path, "train", num=19)
-    images.write_bytes(whole)
-    with pytest.raises(UserError, match="20 train images and 19 labels do not match"):
-        mnist_digits(tmp_path, split="train")
 
 
 def test_sklearn_digits_keep_their_labels_and_spread_their_levels() -> None:

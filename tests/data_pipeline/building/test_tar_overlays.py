@@ -134,7 +134,7 @@ def test_what_cannot_be_drawn_is_one_sentence(photos: Path, tmp_path: Path) -> N
         (["--overlay", "colours", "--overlay-option", "correlation=1"], "follows the label base"),
         (["--overlay-option", "bits=2"], "bits is an option of an overlay"),
         (["--overlay", "leters"], 'did you mean "letters"'),
-        (["--overlay", "letters", "--split", "val"], 'unknown split "val"'),
+        (["--overlay", "letters", "--split", "val"], "argument --split: invalid choice: 'val'"),
     ):
         with pytest.raises(UserError, match=said):
             index(tars, *options)

@@ -67,17 +67,12 @@ def test_folders_and_names_of_tars_are_labels(  # type: ignore[no-untyped-def]
     assert numbers_in(SampleStore(tmp_path)) == list(range(len(labels["base"])))
 
 
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [("path:first", "path:0 for the first"), ("path", "path:0 for the first"), ("path:9", "no label under path:9")],
-)
-def test_a_wrong_folder_is_refused(tmp_path: Path, index, word: str, said: str) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("word", ["path:first", "path:9"])
+def test_a_wrong_folder_is_refused(tmp_path: Path, index, word: str) -> None:  # type: ignore[no-untyped-def]
     by_tarfile(tmp_path / "x.tar", [("owl/a.png", picture(0))])
     done = index(tmp_path, "--label", word)
     assert done.status == 2
-    assert said.replace("no label", "has a label") in done.stderr.replace("no sample of", "").replace(
-        f"{tmp_path} ", ""
-    )
+    assert f"has a label under {word}" in done.stderr
 
 
 def test_tars_of_sounds_say_how_they_are_built(tmp_path: Path, index) -> None:  # type: ignore[no-untyped-def]
