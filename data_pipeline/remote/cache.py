@@ -33,8 +33,6 @@ from data_pipeline.storage.manifest import Manifest, load_manifest, parse_manife
 logger = logging.getLogger(__name__)
 
 _DEFAULT_GIGABYTES: Final = 4.0  # limit without a cache_dir: /tmp is small, and in memory on some machines
-_ABANDONED_SECONDS: Final = 3600  # a partial file may be evicted after this time without a write
-_MANIFEST_ATTEMPTS: Final = 3  # so that a mistyped location is told soon
 
 
 def file_url(location: str, name: str) -> str:
@@ -57,10 +55,9 @@ def read_manifest(location: str | Path, *, config: RemoteConfig) -> Manifest:
     refuse_secrets(location)
     location = str(location)
     url = file_url(location, MANIFEST_NAME)
-    soon = config.model_copy(update={"num_attempts": min(config.num_attempts, _MANIFEST_ATTEMPTS)})
     with tempfile.TemporaryDirectory(prefix="manifest-") as directory:
         path = Path(directory, MANIFEST_NAME)
-        fetch(RemoteFile(url), path, config=soon)
+        fetch(RemoteFile(url), path, config=config)
         return parse_manifest(path.read_bytes(), where=url)
 
 
@@ -185,11 +182,10 @@ class FileCache:
 def _files(root: Path) -> Iterator[tuple[int, int, Path]]:
     """Yield time of last use, size and path of each file of the cache, but locks and what somebody is fetching."""
     for path in root.glob("dataset-*/*"):
-        if re.fullmatch(r"dataset-[0-9a-f]{16}", path.parent.name) and path.suffix != ".lock":
+        if re.fullmatch(r"dataset-[0-9a-f]{16}", path.parent.name) and path.suffix not in (".lock", ".partial"):
             with suppress(FileNotFoundError):
                 status = path.lstat()
-                if path.suffix != ".partial" or status.st_mtime < time.time() - _ABANDONED_SECONDS:
-                    yield status.st_mtime_ns, status.st_size, path
+                yield status.st_mtime_ns, status.st_size, path
 
 
 def _is_cached(path: Path, file: RemoteFile) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 from numpy.random import Generator
@@ -165,22 +165,27 @@ def _patch(rng: Generator) -> Region:
 class Procedural:
     """A source of `num_records` pictures, the ten kinds in turn.
 
-    Picture `number` depends on (seed, split, number) alone.
+    Picture `number` depends on (seed, split, number) alone. A subclass generates something else of several kinds.
     """
 
     seed: int
     split: str
     num_records: int
-    description = "procedural"
+    description: ClassVar[str] = "procedural"
+    title: ClassVar[str] = "picture"
+    kinds: ClassVar[Mapping[str, Any]] = PATTERNS
+    num_records_of: ClassVar[Mapping[str, int]] = DEFAULT_NUM_RECORDS  # by split
+    draw: ClassVar[Callable[[Any, Generator], NDArray[Any]]] = draw  # of a kind
 
     @classmethod
     def open(cls, given: SourceInputs) -> Self:
-        return cls(given.seed, given.split, given.limit or DEFAULT_NUM_RECORDS[given.split])
+        return cls(given.seed, given.split, given.limit or cls.num_records_of[given.split])
 
     @property
     def labels(self) -> Mapping[str, LabelColumn]:
-        return {BASE: LabelColumn("picture", tuple(PATTERNS), np.arange(self.num_records) % len(PATTERNS))}
+        return {BASE: LabelColumn(self.title, tuple(self.kinds), np.arange(self.num_records) % len(self.kinds))}
 
     def __getitem__(self, number: int) -> Record:
-        pattern = tuple(PATTERNS.values())[number % len(PATTERNS)]
-        return Record(draw(pattern, generator(self.seed, f"procedural {self.split}", number)))
+        kind = tuple(self.kinds.values())[number % len(self.kinds)]
+        rng = generator(self.seed, f"{self.description} {self.split}", number)
+        return Record(type(self).draw(kind, rng))

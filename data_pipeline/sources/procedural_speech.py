@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final, Self
+from typing import Final
 
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
 from data_pipeline.audio.log_mel import FSDD
-from data_pipeline.core.randomness import generator
-from data_pipeline.core.sample import BASE, Record
-from data_pipeline.sources import LabelColumn, SourceInputs
+from data_pipeline.sources.procedural import Procedural
 from data_pipeline.sources.silence import SPEECH
 
 SAMPLE_RATE: Final = FSDD.sample_rate
@@ -68,28 +65,9 @@ def sing(notes: tuple[float, ...], rng: Generator) -> NDArray[np.int16]:
     return points
 
 
-@dataclass(frozen=True)
-class ProceduralSpeech:
-    """A source of `num_records` melodies, the ten kinds in turn.
+class ProceduralSpeech(Procedural):
+    """A source of `num_records` melodies, the ten kinds in turn."""
 
-    Melody `number` depends on (seed, split, number) alone.
-    """
-
-    seed: int
-    split: str
-    num_records: int
-    description = "procedural speech"
+    description, title, kinds, draw = "procedural speech", "melody", MELODIES, sing
+    num_records_of = SPEECH["procedural"][1]
     sample_rate, num_points = FSDD.sample_rate, FSDD.num_points
-
-    @classmethod
-    def open(cls, given: SourceInputs) -> Self:
-        _, num_records_of = SPEECH["procedural"]
-        return cls(given.seed, given.split, given.limit or num_records_of[given.split])
-
-    @property
-    def labels(self) -> Mapping[str, LabelColumn]:
-        return {BASE: LabelColumn("melody", tuple(MELODIES), np.arange(self.num_records) % len(MELODIES))}
-
-    def __getitem__(self, number: int) -> Record:
-        notes = tuple(MELODIES.values())[number % len(MELODIES)]
-        return Record(sing(notes, generator(self.seed, f"procedural speech {self.split}", number)))

@@ -4,7 +4,7 @@
     a/0001.png,train,f,Bonn,none
     a/0002.png,test,m,Kiel,
 
-- The text is UTF-8, or UTF-16 with a byte order mark. The one of comma, semicolon and tab that the header of a csv file
+- The text is UTF-8. The one of comma, semicolon and tab that the header of a csv file
   has most often parts its cells.
 - The files are named by the first of `FILE_COLUMNS` that there is, their splits by `SPLIT_COLUMN`, if there is one.
 - Every other column is a label; if none is called `base`, the first of `BASE_COLUMNS` is that label. A column without a
@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import codecs
 import csv
 import io
 import json
@@ -58,9 +57,8 @@ def read_table(where: str, data: bytes) -> Table:
 
     Raises `UserError` if the table has no row or no column of files, or if a column or a line is wrong.
     """
-    is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
-        text = data.decode("utf-16" if is_utf16 else "utf-8-sig")
+        text = data.decode("utf-8-sig")
         columns = (
             words_of(where, [json.loads(line) for line in text.splitlines() if line.strip()])
             if where.endswith(".jsonl")

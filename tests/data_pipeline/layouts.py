@@ -245,11 +245,6 @@ def csv_of_excel_with_semicolons(root: Path) -> None:
     table(root, "labels.csv", "file;animal\nimg/{i}.jpg;{c}")
 
 
-@accepted(12, looked_at=("labels.tsv",), label="animal")
-def utf_16_table_with_tabs(root: Path) -> None:
-    table(root, "labels.tsv", "file\tanimal\nimg/{i}.jpg\t{c}", "utf-16")
-
-
 @accepted(12, looked_at=("labels.csv",), label="animal")
 def csv_of_pandas_with_an_index(root: Path) -> None:
     table(root, "labels.csv", ",file,animal\n{i},img/{i}.jpg,{c}")
