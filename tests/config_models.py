@@ -14,6 +14,6 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
     """Yield every model in an annotation. A base class of kinds stands for the models of all its kinds."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         kinds = vars(annotation).get("kinds")
-        yield from map(kinds.find, kinds.names()) if isinstance(kinds, Kinds) else [annotation]
+        yield from map(kinds.find_object, kinds.names()) if isinstance(kinds, Kinds) else [annotation]
     for inner in get_args(annotation):
         yield from models_in(inner)

@@ -249,12 +249,6 @@ def test_a_name_that_two_classes_claim_is_refused(name: str, site: Path) -> None
         resolve_recipe("debug:image", [f"objective.kind={name}"])
 
 
-def test_an_entry_point_that_names_no_config_of_its_kind_is_refused(site: Path) -> None:
-    add_distribution(site, "harbour", "1.0", {"overlay.objectives": {"wave": "seaside.losses:Triplet"}})
-    with on_path(site), pytest.raises(UserError, match="is no objective of the kind wave"):
-        resolve_recipe("debug:image", ["objective.kind=wave"])
-
-
 def test_reading_a_config_imports_nothing(tmp_path: Path) -> None:
     (tmp_path / "a_trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')\n")
     values = resolve_recipe("debug:image").model_dump(mode="json")

@@ -44,7 +44,6 @@ from data_pipeline.storage.index import HASHES_NAME, NUMBERS_NAME, SAMPLES_NAME,
 from data_pipeline.storage.locations import (
     MANIFEST_NAME,
     PICTURE_FIELDS,
-    SOUND_ENDINGS,
     TARS_NAME,
     index_directory,
     is_remote,
@@ -211,11 +210,6 @@ def _found_labels(
     """Return the classes of each label of which some sample has a value. Raises `UserError` as `make_index` does."""
     seen = ", ".join(name for name, _ in _count_fields(tars).most_common(10)) or "none"
     if not any(each.num_samples for each in tars):
-        if any(name.rpartition(".")[2] in SOUND_ENDINGS for name in _count_fields(tars)):
-            raise UserError(
-                f"{location} holds sounds, which are built: `python -m data_pipeline build sounds --root {location} "
-                "--out DIR`"
-            )
         where = "a known ending" if fields.content == PICTURE_FIELDS else f"one of {', '.join(fields.content)}"
         raise UserError(
             f"no sample of {location} has a picture under {where}; its fields are {seen}, so name yours with --image "

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, ClassVar, Final, Generic, Self, TypeVar, get_args
+from typing import Any, ClassVar, Final, Self, TypeVar, get_args
 
 from pydantic import BaseModel, model_validator
 from pydantic_core import PydanticCustomError
@@ -28,7 +28,6 @@ GROUP_PREFIX: Final = "overlay."  # of the groups of entry points
 OF_THIS_PROJECT: Final = frozenset({"data_pipeline", "trainer", "configs", "launch"})
 _OTHER_KINDS: Final = "; others are registered by --code FILE or an installed package"
 
-Config = TypeVar("Config", bound="KindConfig")
 Class = TypeVar("Class", bound=type)
 
 
@@ -88,28 +87,8 @@ class Names:
         return import_object(*paths) if registered is None else registered
 
 
-class Kinds(Names, Generic[Config]):
+class Kinds(Names):
     """The kinds of one section of a config: `built_in` has the import path of the config class of each."""
-
-    base: type[Config]
-
-    def __set_name__(self, owner: type[Config], name: str) -> None:
-        self.base = owner
-
-    def find(self, kind: str) -> type[Config]:
-        """Return the config class of a kind.
-
-        Raises:
-            KeyError: if there is no such kind.
-            UserError: if two classes claim it, or if an entry point names no config class of that kind.
-        """
-        found = self.find_object(kind)
-        if not (isinstance(found, type) and issubclass(found, self.base) and kind in kinds_of(found)):
-            raise UserError(
-                f"{path_of(found)} is no {self.section} of the kind {kind}; name a subclass of {path_of(self.base)} "
-                f'that declares `kind: Literal["{kind}"] = "{kind}"`'
-            )
-        return found
 
     def parse(self, value: Any) -> Any:
         """Return the config of a section's values: a pydantic validator, before the check for the base class."""
@@ -117,7 +96,7 @@ class Kinds(Names, Generic[Config]):
             return value
         kind = str(value.get(KIND))
         try:
-            config = self.find(kind)
+            config = self.find_object(kind)
         except KeyError:
             expected = ", ".join(map(repr, self.names()))
             context = {"tag": kind, "expected_tags": expected, "others": _OTHER_KINDS}
@@ -132,7 +111,7 @@ class KindConfig(Schema):
         kinds: where the configs of this room are found.
     """
 
-    kinds: ClassVar[Kinds[Any]]
+    kinds: ClassVar[Kinds]
 
     kind: Line = ""
 
@@ -145,7 +124,7 @@ class KindConfig(Schema):
     @model_validator(mode="after")
     def _is_the_class_of_its_kind(self) -> Self:
         """Refuse a class that has inherited its kind: a command that reads the config would build the other class."""
-        if self.kind not in self.kinds.names() or self.kinds.find(self.kind) is not type(self):
+        if self.kind not in self.kinds.names() or self.kinds.find_object(self.kind) is not type(self):
             raise ValueError(
                 f"the class {path_of(type(self))} has no kind of its own; declare one in it, such as `kind: "
                 'Literal["mine"] = "mine"`'

@@ -13,12 +13,11 @@ import numpy as np
 
 from data_pipeline.audio.sound_file import LEAST_SECONDS, SILENT, sound_facts
 from data_pipeline.core.sample import Medium
-from data_pipeline.sources.files import ending_of, medium_of
+from data_pipeline.sources.files import medium_of
 from data_pipeline.sources.picture_file import JPEG_FORMATS, UnreadableError, decode_rgb, opened
-from data_pipeline.storage.locations import PICTURE_ENDINGS
 
 Fault = Literal["damaged", "unreadable"]
-Finding = Literal["other name", "archive", "constant", "silent", "short"]
+Finding = Literal["archive", "constant", "silent", "short"]
 
 _HEAD: Final = 4096  # bytes by which a format is known
 _DRAFT: Final = (64, 64)  # pixels of a JPEG that is decoded only to see whether it can be
@@ -47,8 +46,8 @@ class Examined:
         seconds: the length of a sound.
         fault: why it cannot be used: "damaged", which includes what is not of the medium that its name says, or
             "unreadable", which is whole.
-        findings: what is odd about a file that can be used: its name says another format, it is an archive, one colour,
-            silence, less than `LEAST_SECONDS`.
+        findings: what is odd about a file that can be used: it is an archive, one colour, silence, or less than
+            `LEAST_SECONDS`.
         reason: more about the fault, in words.
         is_decoded: whether its content was decoded. One colour and silence are found only then.
     """
@@ -82,8 +81,6 @@ def examine(name: str, file: IO[bytes], *, full: bool) -> Examined:
     examined = _picture(file, full=full)
     if named is None:
         return Examined(None) if examined.size is None else examined
-    if examined.fault is None and examined.format != PICTURE_ENDINGS[ending_of(name)[1:]]:
-        return replace(examined, findings=("other name", *examined.findings))
     return examined
 
 

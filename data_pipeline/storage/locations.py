@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -17,15 +17,11 @@ from data_pipeline.core.errors import UserError, without_secrets
 MANIFEST_NAME: Final = "manifest.json"
 INDEX_NAME: Final = ".tar_index"  # the directory of an index of somebody else's tars, beside them
 TARS_NAME: Final = "tars.txt"  # of an index: the path or URL of each tar, a line each
-# The endings of picture files without a dot, with Pillow's name of the format that each of them says.
-PICTURE_ENDINGS: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("jpg", "jpeg", "jpe", "jfif", "mpo"), "JPEG"),
-    **{form.lower(): form for form in ("PNG", "WEBP", "BMP", "GIF", "AVIF", "ICO", "QOI", "DDS", "TGA")},
-    **dict.fromkeys(("tif", "tiff"), "TIFF"),
-    **dict.fromkeys(("ppm", "pgm", "pbm", "pnm", "pfm"), "PPM"),
-    **dict.fromkeys(("jp2", "j2k", "jpx"), "JPEG2000"),
-    **dict.fromkeys(("heic", "heif"), "HEIF"),
-}
+# The endings of picture files without a dot.
+PICTURE_ENDINGS: Final = (
+    *("jpg", "jpeg", "jpe", "jfif", "mpo", "png", "webp", "bmp", "gif", "avif", "ico", "qoi", "dds", "tga"),
+    *("tif", "tiff", "ppm", "pgm", "pbm", "pnm", "pfm", "jp2", "j2k", "jpx", "heic", "heif"),
+)
 SOUND_ENDINGS: Final = frozenset({"aif", "aiff", "flac", "mp3", "oga", "ogg", "opus", "wav", "wave"})
 PICTURE_FIELDS: Final = (*PICTURE_ENDINGS, "image.png", "image.jpg")  # of members of tars
 _MAX_WORDS: Final = 100  # letters of a location's name in that of its index

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
 import pydantic_core
 from pydantic import (
-    AfterValidator,
     FailFast,
     Field,
     NonNegativeFloat,
@@ -35,15 +33,8 @@ _NUM_NAMED: Final = 12  # class names in a description
 _MEND: Final = "build or index the dataset again, or copy it again from a whole copy"
 
 
-def _checked_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    for name, count in Counter(names).items():
-        if count > 1:
-            raise ValueError(f"the class {name!r} is named {count} times")
-    return names
-
-
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-ClassNames = Annotated[tuple[Line, ...], FailFast(), Field(max_length=MAX_CLASSES), AfterValidator(_checked_names)]
+ClassNames = Annotated[tuple[Line, ...], FailFast(), Field(max_length=MAX_CLASSES)]
 OptionValues = dict[LabelName, int | float | Line]
 ClassCounts = Annotated[tuple[NonNegativeInt, ...], FailFast()]
 

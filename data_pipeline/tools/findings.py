@@ -5,7 +5,6 @@ Shapes: N records.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,7 +30,6 @@ _OF_FILES: Final = {
         "copy or download them again; the commands leave them out",
     ),
     "unreadable": ("whole, but not read", "save them as a PNG of 8 bits; the commands leave them out"),
-    "other name": ("named as another format", "nothing: they are read by their content"),
     "archive": ("an archive, so its files are not read", "unpack it beside the others, or look at it alone"),
     "no ending": ("without the ending of a picture or a sound, so not read", "rename them"),
     "constant": ("of one colour alone", "remove them if they are placeholders"),
@@ -64,7 +62,6 @@ class Place:
         layout: what the files mean; None if that cannot be told, and `problems` says why.
         labels: the table of labels that `path` is; None if it is something else.
         manifest: of a dataset that is built or indexed already.
-        tars: the locations of tars that are indexed as they are, the train set first.
         problems: what is odd or wrong.
     """
 
@@ -74,7 +71,6 @@ class Place:
     layout: Layout | None = None
     labels: Path | None = None
     manifest: Manifest | None = None
-    tars: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
     @cached_property
@@ -113,9 +109,6 @@ def add_problems(place: Place, layout: Layout) -> None:
         what = f"too few {layout.medium}s, of all or of a class, to draw a test split"
         problems.append(Problem(what, "add some, or make folders train and test", stops=True))
     for name, label in layout.labels.items():
-        numbers = Counter(map(str.casefold, label.classes))
-        if twice := [word for word in label.classes if numbers[word.casefold()] > 1]:
-            problems.append(Problem(f"classes of {name} that differ in capitals alone", "give them one name", twice))
         if layout.split_N is None:
             continue
         train, test = ({*label.label_N[is_good & (layout.split_N == s)].tolist()} - {NO_LABEL} for s in (TRAIN, TEST))
@@ -125,7 +118,7 @@ def add_problems(place: Place, layout: Layout) -> None:
 
 def add_split_folders(found: Sequence[Place]) -> None:
     """Add that folders or tars of pictures or sounds are the splits of one dataset, if they are named one by one."""
-    folders = [Path(place.path).absolute() for place in found if place.files is not None and not place.tars]
+    folders = [Path(place.path).absolute() for place in found if place.files is not None]
     are_splits = all(split_of(name_of_tar(folder.name)) for folder in folders)
     if len(folders) > 1 == len({folder.parent for folder in folders}) and are_splits:
         mend = f"look at {folders[0].parent}, which holds them all"

@@ -18,30 +18,25 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.building.tar_scan import LABEL_FIELDS
 from data_pipeline.core.errors import UserError, printable
 from data_pipeline.core.label_words import normal
 from data_pipeline.core.options import SOURCE_OPTION
 from data_pipeline.core.sample import BASE, Medium
 from data_pipeline.sources import LabelColumn
 from data_pipeline.sources.files import Files, ending_of, medium_of
-from data_pipeline.sources.layout import Layout, find_layout, split_of
+from data_pipeline.sources.layout import find_layout
 from data_pipeline.sources.places import open_files
-from data_pipeline.sources.tar_files import TarFiles, rows_of
 from data_pipeline.storage.locations import (
     MANIFEST_NAME,
-    PICTURE_FIELDS,
     dataset_directory,
 )
 from data_pipeline.storage.manifest import LabelEntry, describe_manifest, load_manifest
-from data_pipeline.storage.tar_headers import split_name
 from data_pipeline.tools.census import take_census
 from data_pipeline.tools.findings import Place, Problem, add_equal_files, add_problems, add_split_folders
 from data_pipeline.tools.next_commands import commands
 
 _NUM_NAMED: Final = 3  # examples of a problem
 _NUM_CLASSES: Final = 8  # that are named
-_NUMBER: Final = re.compile(r"\d+(?=\.\w+$)")  # of a tar
 _TABLES: Final = frozenset({".csv", ".tsv", ".jsonl", ".txt"})
 
 
@@ -67,37 +62,7 @@ def look_at(path: str, *, num_workers: int) -> Place:
         place.problems.append(Problem(str(error), "", stops=True))
     else:
         add_problems(place, place.layout)
-        if isinstance(files, TarFiles) and place.is_good.all() and _are_of_webdataset(place.layout):
-            place.tars = _locations(files)
     return place
-
-
-def _are_of_webdataset(layout: Layout) -> bool:
-    """Return whether an index finds all pictures of tars, and the labels if there are some; else they are built."""
-    has_fields = any(split_name(name)[1] in LABEL_FIELDS for name in layout.files.names)
-    are_found = all(split_name(name)[1] in PICTURE_FIELDS for name in layout.names)
-    return layout.medium == "picture" and are_found and (has_fields or not layout.labels)
-
-
-def _locations(files: TarFiles) -> list[str]:
-    """Return what `index` takes, the train set first: folders of tars, or each row of a folder with several splits."""
-    if not files.root.is_dir():
-        return [str(files.root)]
-    found: list[str] = []
-    for folder in {tar.parent for tar in files.tars}:
-        rows = rows_of([tar.name for tar in files.tars if tar.parent == folder])
-        has_splits = len(rows) > 1 and all(map(split_of, rows))
-        found += [str(folder / _pattern(row)) for row in rows.values()] if has_splits else [str(folder)]
-    return sorted(found, key=lambda location: (not Path(location).name.lower().startswith("train"), location))
-
-
-def _pattern(row: list[str]) -> str:
-    """Return the pattern with braces of tars that are numbered one after another, or the name of a single one."""
-    first, last = (pick(row, key=lambda name: (len(name), name)) for pick in (min, max))
-    if first == last:
-        return first
-    (end,) = _NUMBER.findall(last)
-    return _NUMBER.sub(rf"{{\g<0>..{end}}}", first)
 
 
 def describe(place: Place) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Choose the commands that build or index what was found, and train on it."""
+"""Choose the commands that build what was found, and train on it."""
 
 from __future__ import annotations
 
@@ -23,36 +23,15 @@ _RECIPES: Final[dict[Medium, str]] = {"picture": "simclr:folder_small", "sound":
 
 
 def commands(places: Sequence[Place]) -> list[list[str]]:
-    """Return the words of each command; none for a place in which something has to be mended first.
-
-    Tars of all places are one dataset: the first are its train set, and have the classes of the others.
-    """
+    """Return the words of each command; none for a place in which something has to be mended first."""
     found: list[list[str]] = []
-    tars: list[tuple[str, Place]] = []
     for place in places:
         if any(problem.stops for problem in place.problems):
             continue
         if place.manifest is not None:
             found += [[*_DATA, "verify", place.path], [*_DATA, "preview", place.path, "--out", "grid.png"]]
-        elif max(len(places), len(place.tars)) > 1:
-            tars += [(location, place) for location in place.tars]
-        if place.files is not None and place.layout is not None and not any(place is each for _, each in tars):
+        elif place.files is not None and place.layout is not None:
             found += _of_files(place, place.files.root, place.layout)
-    return found + _of_tars(tars)
-
-
-def _of_tars(tars: Sequence[tuple[str, Place]]) -> list[list[str]]:
-    """Return the commands that index tars, and of the one that trains on the first two."""
-    found: list[list[str]] = []
-    for location, _ in tars:
-        words = [*_DATA, "index", location]
-        if found:
-            words += ["--classes-of", tars[0][0]]
-        else:
-            words += ["--size", str(_SIZE)]
-        found.append(words)
-    if len(tars) > 1:
-        found.append(_train("picture", tars[0][0], tars[1][0], len(tars[0][1].is_good)))
     return found
 
 

@@ -89,10 +89,6 @@ def _wrong_files(store: SampleStore) -> Iterator[str]:
                 yield f"{name}: does not have the sha256 in {MANIFEST_NAME}"
         except OSError as error:
             yield f"{name}: cannot be read ({error.strerror})"
-    if isinstance(store.location, Path) and store.manifest.tars.numbered:
-        for path in sorted(store.location.glob("*.tar")):
-            if path.name not in store.tar_names:
-                yield f"{path.name}: is not in the index"
 
 
 def _wrong_tar(store: SampleStore, number: int) -> Iterator[str]:

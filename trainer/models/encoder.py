@@ -87,7 +87,7 @@ class BaseEncoderConfig(KindConfig):
         of the first start of a run.
     """
 
-    kinds: ClassVar[Kinds[BaseEncoderConfig]] = Kinds("encoder", group="encoders", built_in=ENCODERS)
+    kinds: ClassVar[Kinds] = Kinds("encoder", group="encoders", built_in=ENCODERS)
 
     in_channels: LayerSize = 3
     embedding_size: LayerSize = 128

@@ -126,7 +126,7 @@ class BaseObjectiveConfig(KindConfig):
         note: a sentence for the log and the report that explains an unusual loss; None if the loss is as expected.
     """
 
-    kinds: ClassVar[Kinds[BaseObjectiveConfig]] = Kinds("objective", group="objectives", built_in=OBJECTIVES)
+    kinds: ClassVar[Kinds] = Kinds("objective", group="objectives", built_in=OBJECTIVES)
     copies_encoder: ClassVar[bool] = False
     has_trained_layers: ClassVar[bool] = False
     needs_num_samples: ClassVar[bool] = False

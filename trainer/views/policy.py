@@ -54,7 +54,7 @@ class BaseViewsConfig(KindConfig):
         changes_with_epoch: whether the policy is another one in another epoch.
     """
 
-    kinds: ClassVar[Kinds[BaseViewsConfig]] = Kinds("view policy", group="views", built_in=VIEWS)
+    kinds: ClassVar[Kinds] = Kinds("view policy", group="views", built_in=VIEWS)
     is_learned: ClassVar[bool] = False
     takes_pictures: ClassVar[bool] = True
     takes_sounds: ClassVar[bool] = False

@@ -75,11 +75,6 @@ def test_a_wrong_folder_is_refused(tmp_path: Path, index, word: str) -> None:  #
     assert f"has a label under {word}" in done.stderr
 
 
-def test_tars_of_sounds_say_how_they_are_built(tmp_path: Path, index) -> None:  # type: ignore[no-untyped-def]
-    by_tarfile(tmp_path / "x.tar", [("a.flac", b"fLaC"), ("a.cls", b"1")])
-    assert f"python -m data_pipeline build sounds --root {tmp_path} --out DIR" in index(tmp_path).stderr
-
-
 def test_a_tar_of_tars_is_read_in_its_place(  # type: ignore[no-untyped-def]
     tmp_path: Path, index, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -88,7 +88,7 @@ def test_a_sound_is_what_soundfile_says_and_its_part_is_damaged(name: str, full:
 @pytest.mark.parametrize(
     ("name", "content", "due"),
     [
-        ("a.png", picture("a.jpg"), ("picture", "JPEG", None, ("other name",))),
+        ("a.png", picture("a.jpg"), ("picture", "JPEG", None, ())),
         ("a.jpg", b"<!DOCTYPE html><p>404", ("picture", "", "damaged", ())),
         ("a.jpg", b"version https://git-lfs.github.com/spec/v1\n", ("picture", "", "damaged", ())),
         ("a.wav", picture("a.png"), ("sound", "", "damaged", ())),

@@ -130,7 +130,7 @@ class BaseEngineConfig(KindConfig):
         can_be_recorded: whether a step can be recorded as one CUDA graph (`compile`).
     """
 
-    kinds: ClassVar[Kinds[BaseEngineConfig]] = Kinds("engine", group="engines", built_in=ENGINES)
+    kinds: ClassVar[Kinds] = Kinds("engine", group="engines", built_in=ENGINES)
 
     can_be_recorded: ClassVar[bool] = False
 
