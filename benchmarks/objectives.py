@@ -43,7 +43,7 @@ from trainer.objectives import nt_xent_loss
 TEMPERATURE = 0.5
 EMBEDDING_SIZE = 128
 WARM_UP_SIZE = 1024
-OURS, OURS_WHOLE, LIGHTLY, OPEN_CLIP = "ours, in tiles", "ours, whole matrix", "lightly", "open_clip, as many logits"
+OURS, OURS_WHOLE, LIGHTLY, OPEN_CLIP = "ours, in chunks", "ours, whole matrix", "lightly", "open_clip, as many logits"
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ def whole(z_a_BD: Tensor, z_b_BD: Tensor, chunk_size: int) -> Tensor:
     return nt_xent_loss(z_a_BD, z_b_BD, temperature=TEMPERATURE).loss
 
 
-def tiled(z_a_BD: Tensor, z_b_BD: Tensor, chunk_size: int) -> Tensor:
+def chunked(z_a_BD: Tensor, z_b_BD: Tensor, chunk_size: int) -> Tensor:
     return nt_xent_loss(z_a_BD, z_b_BD, temperature=TEMPERATURE, chunk_size=chunk_size).loss
 
 
 LOSSES: Mapping[str, Callable[[Tensor, Tensor, int], Tensor]] = {
-    OURS: tiled,
+    OURS: chunked,
     OURS_WHOLE: whole,
     LIGHTLY: lightly,
     OPEN_CLIP: open_clip,
@@ -137,8 +137,8 @@ def lines_of(batch_size: int, passes: Mapping[str, Sequence[Passed]]) -> list[Li
 
     lines = []
     if LIGHTLY in passes:
-        lines.append(line("time", "s", lambda passed: passed.seconds, LIGHTLY, 0.15))
-        lines.append(line("memory", "MB", lambda passed: passed.peak_bytes / 1e6, LIGHTLY, 0.01))
+        lines.append(line("time", "s", lambda passed: passed.seconds, LIGHTLY, 0.5))
+        lines.append(line("memory", "MB", lambda passed: passed.peak_bytes / 1e6, LIGHTLY, 0.05))
     if OPEN_CLIP in passes:
         lines.append(line("time", "s", lambda passed: passed.seconds, OPEN_CLIP, 1.0))
     return lines
@@ -162,7 +162,7 @@ def growth_line(of_ours: Mapping[int, Sequence[Passed]]) -> Line:
 def main() -> None:
     parser = record.benchmark_parser("time and memory of NT-Xent against lightly's, of open_clip's loss", rounds=3)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[4096], metavar="B", help="pictures a batch")
-    parser.add_argument("--chunk-size", type=int, default=512, metavar="N", help="rows of a tile")
+    parser.add_argument("--chunk-size", type=int, default=512, metavar="N", help="anchors at a time")
     parser.add_argument("--only", nargs="+", choices=LOSSES, default=[*LOSSES], metavar="PEER", help="; ".join(LOSSES))
     args = parser.parse_args()
     torch.set_num_threads(1)

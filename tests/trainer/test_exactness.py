@@ -236,6 +236,6 @@ def test_two_ranks_with_batch_norm_games_and_engines_are_one_process(name: str, 
 
 @pytest.mark.parametrize("objective", sorted(OBJECTIVES.keys() - CHUNKED))
 def test_where_a_chunked_loss_is_meaningless_the_config_says_so(objective: str) -> None:
-    """These objectives have no matrix of similarities over the batch that could be cut into tiles."""
+    """These objectives have no matrix of similarities over the batch that could be cut into chunks."""
     with pytest.raises(Exception, match="chunk_size"):
         configure(objective, ["objective.chunk_size=3"])

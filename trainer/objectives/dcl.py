@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data_pipeline.core.schema import Temperature
-from trainer.objectives.contrast import AnchorChunks, margins
+from trainer.objectives.contrast import ContrastiveConfig, margins
 from trainer.objectives.objective import ObjectiveInputs, ObjectiveOutput, PureObjective, contrastive_output
 
 
-class DCLConfig(AnchorChunks):
+class DCLConfig(ContrastiveConfig):
     """The config of the decoupled contrastive loss."""
 
     kind: Literal["dcl"] = "dcl"

@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data_pipeline.core.schema import PositiveFactor, Temperature
-from trainer.objectives.contrast import AnchorChunks, margins
+from trainer.objectives.contrast import ContrastiveConfig, margins
 from trainer.objectives.objective import ObjectiveInputs, ObjectiveOutput, PureObjective, contrastive_output
 
 # Cosines lie in [-1, 1], so a positive that is lowered and negatives that are raised by 1 can change places.
 Perturbation = Annotated[float, Field(ge=0, le=1)]
 
 
-class IFMConfig(AnchorChunks):
+class IFMConfig(ContrastiveConfig):
     """The config of implicit feature modification.
 
     epsilon: the change of each similarity, in cosines; the paper tries 0.05, 0.1 and 0.2. With 0, it is NT-Xent.

@@ -15,12 +15,19 @@ import torch
 from torch import Tensor
 
 from data_pipeline.core.schema import PositiveShare, Temperature
-from trainer.objectives.contrast import AnchorChunks, candidates, log_sums, own_rows_first, scale_of, unit_pair
+from trainer.objectives.contrast import (
+    ContrastiveConfig,
+    candidates,
+    check_temperature,
+    log_sums,
+    own_rows_first,
+    unit_pair,
+)
 from trainer.objectives.objective import Objective, ObjectiveInputs, ObjectiveOutput, ViewPair, contrastive_output
 from trainer.objectives.supervised import LabelledConfig
 
 
-class JointContrastiveConfig(LabelledConfig, AnchorChunks):
+class JointContrastiveConfig(LabelledConfig, ContrastiveConfig):
     """The config of the joint loss.
 
     supervised_weight: the weight of the loss with the label; the loss without it has the rest of 1.
@@ -71,7 +78,7 @@ def joint_contrastive_loss(
         >>> round(joint_contrastive_loss(z_a, z_b, **one_class, supervised_weight=1.0).loss.item(), 4)
         1.468
     """
-    scale_of(temperature, chunk_size=None)
+    check_temperature(temperature)
     with torch.autocast(z_a_BD.device.type, enabled=False):
         u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
         own_ND, all_GD = torch.cat([u_BD, v_BD]), candidates(u_BD, v_BD)

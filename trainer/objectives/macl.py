@@ -18,13 +18,13 @@ from torch.nn import functional as F
 
 from data_pipeline.core.schema import Share, Temperature
 from trainer.distributed.collectives import all_reduce_sum, world_size
-from trainer.objectives.contrast import AnchorChunks, margins, scale_of, unit_pair
+from trainer.objectives.contrast import ContrastiveConfig, check_temperature, margins, unit_pair
 from trainer.objectives.objective import ObjectiveInputs, ObjectiveOutput, PureObjective, contrastive_output
 
 _LEAST = 1e-8  # the smallest 1 - p that a loss is divided by
 
 
-class MACLConfig(AnchorChunks):
+class MACLConfig(ContrastiveConfig):
     """The config of model-aware contrastive learning.
 
     temperature: the temperature at the neutral alignment, tau_0 in the paper.
@@ -74,8 +74,7 @@ def macl_loss(
         >>> round(macl_loss(z_a, z_b, temperature=0.5).loss.item(), 4)
         1.4065
     """
-    if isinstance(temperature, int | float):  # a tensor is not checked, as in `margins`
-        scale_of(temperature, chunk_size=None)
+    check_temperature(temperature)
     now = _temperature(z_a_BD, z_b_BD, temperature, sensitivity, neutral_alignment)
     margin_N = margins(z_a_BD, z_b_BD, temperature=now, chunk_size=chunk_size)
     rest_N = torch.sigmoid(-margin_N.detach()).clamp_min(_LEAST)  # 1 - p

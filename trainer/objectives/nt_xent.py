@@ -19,8 +19,6 @@ from trainer.objectives.contrast import (
     alignment_of,
     cross_entropy,
     margins,
-    own_rows_first,
-    scale_of,
     unit_rows,
 )
 from trainer.objectives.objective import ObjectiveInputs, ObjectiveOutput, PureObjective, contrastive_output
@@ -61,12 +59,11 @@ def nt_xent_loss(
 
     Args:
         z_a_BD, z_b_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
-        temperature: above 0, and at least 0.02 with a `chunk_size`. A 0-d tensor gets a gradient.
-        chunk_size: the rows of a tile of the similarity matrix, for memory linear in B; the loss is the same. 512 is
-            fastest on CPUs. None keeps the whole matrix.
+        temperature: above 0. A 0-d tensor gets a gradient, and its value is not checked.
+        chunk_size: as in `ContrastiveConfig`; the loss is the same.
 
     Raises:
-        ValueError: if the temperature is out of range, or if the embeddings are not (B, D) with equal shapes.
+        ValueError: if the temperature is not positive, or if the embeddings are not (B, D) with equal shapes.
 
     Examples:
         >>> z_a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
@@ -75,9 +72,8 @@ def nt_xent_loss(
         0.668
     """
     with torch.autocast(z_a_BD.device.type, enabled=False):
-        u_ND = unit_rows(z_a_BD, z_b_BD, scale=scale_of(temperature, chunk_size=chunk_size))
-        positive_N = torch.arange(len(u_ND), device=u_ND.device).roll(len(z_a_BD))
-        cross_entropy_N = cross_entropy(own_rows_first(u_ND), positive_N, with_self=False, chunk_size=chunk_size)
+        u_ND = unit_rows(z_a_BD, z_b_BD, temperature=temperature)
+        cross_entropy_N = cross_entropy(u_ND, num_anchors=len(u_ND), with_self=False, chunk_size=chunk_size)
         alignment = alignment_of(u_ND, temperature)
     return contrastive_output(cross_entropy_N.mean(), -cross_entropy_N.detach(), z_a_BD, z_b_BD, alignment=alignment)
 

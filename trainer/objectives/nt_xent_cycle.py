@@ -16,7 +16,6 @@ from pydantic import model_validator
 from torch import Tensor
 
 from data_pipeline.core.schema import BatchSize, Count, Temperature
-from trainer.objectives.contrast import scale_of
 from trainer.objectives.nt_xent import nt_xent_loss
 from trainer.objectives.objective import BaseObjectiveConfig, Objective, ObjectiveInputs, ObjectiveOutput, ViewPair
 
@@ -41,7 +40,6 @@ class NTXentCycleConfig(BaseObjectiveConfig):
     def _the_range_ascends(self) -> Self:
         if self.lowest > self.highest:
             raise ValueError(f"lowest is {self.lowest}, above highest {self.highest}; exchange the two")
-        scale_of(self.lowest, chunk_size=self.chunk_size)
         return self
 
     def build(self, given: ObjectiveInputs) -> Objective:

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from data_pipeline.core.schema import Temperature
+from trainer.distributed.collectives import world_size
 from trainer.objectives.contrast import (
     ContrastiveConfig,
     alignment_of,
     cross_entropy,
-    own_rows_first,
-    scale_of,
     unit_rows,
 )
 from trainer.objectives.objective import ObjectiveInputs, ObjectiveOutput, PureObjective, contrastive_output
@@ -52,10 +51,8 @@ def published_nt_xent_loss(
     batch of B, all -1 / (B - 1). Arguments, types, errors and the mean over the ranks are as in `nt_xent_loss`.
     """
     with torch.autocast(z_a_BD.device.type, enabled=False):
-        u_2BD = unit_rows(z_a_BD, z_b_BD, scale=scale_of(temperature, chunk_size=chunk_size))
-        u_GD = own_rows_first(u_2BD)
-        positive_B = torch.arange(len(z_a_BD), len(u_2BD), device=u_2BD.device)
-        cross_entropy_B = cross_entropy(u_GD, positive_B, with_self=True, chunk_size=chunk_size)
-        alignment = alignment_of(u_2BD, temperature)
-    loss = cross_entropy_B.mean() - math.log(len(u_GD))
+        u_ND = unit_rows(z_a_BD, z_b_BD, temperature=temperature)
+        cross_entropy_B = cross_entropy(u_ND, num_anchors=len(z_a_BD), with_self=True, chunk_size=chunk_size)
+        alignment = alignment_of(u_ND, temperature)
+    loss = cross_entropy_B.mean() - math.log(len(u_ND) * world_size())
     return contrastive_output(loss, -cross_entropy_B.detach(), z_a_BD, z_b_BD, alignment=alignment)

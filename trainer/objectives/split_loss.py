@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data_pipeline.core.schema import PositiveFactor, Temperature
-from trainer.objectives.contrast import AnchorChunks, candidates, log_sums, scale_of, unit_pair
+from trainer.objectives.contrast import ContrastiveConfig, candidates, check_temperature, log_sums, unit_pair
 from trainer.objectives.objective import ObjectiveInputs, ObjectiveOutput, PureObjective, contrastive_output
 
 
-class SplitLossConfig(AnchorChunks):
+class SplitLossConfig(ContrastiveConfig):
     """The config of the split loss.
 
     Attributes:
@@ -66,7 +66,7 @@ def split_loss(
         >>> round(split_loss(z_a, z_b, temperature=0.5, divergence_weight=1.0).loss.item(), 4)
         0.8
     """
-    scale_of(temperature, chunk_size=None)
+    check_temperature(temperature)
     with torch.autocast(z_a_BD.device.type, enabled=False):
         u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
         own_B1 = torch.arange(len(u_BD), device=u_BD.device)[:, None]

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from data_pipeline.core.schema import Temperature
-from trainer.objectives.contrast import AnchorChunks, candidates, log_sums, scale_of, unit_pair
+from trainer.objectives.contrast import ContrastiveConfig, candidates, check_temperature, log_sums, unit_pair
 from trainer.objectives.objective import ObjectiveInputs, ObjectiveOutput, PureObjective, contrastive_output
 
 Total = Literal["sum", "mean"]
 
 
-class SymmetricInfoNCEConfig(AnchorChunks):
+class SymmetricInfoNCEConfig(ContrastiveConfig):
     """The config of symmetric InfoNCE.
 
     total: the "sum" of the two cross-entropies, as Chen, Luo and Li (2021), or their "mean", as CLIP.
@@ -64,8 +64,7 @@ def symmetric_info_nce_loss(
         >>> round(symmetric_info_nce_loss(z_a, z_b, temperature=0.5).loss.item(), 4)
         0.972
     """
-    if not isinstance(temperature, Tensor):
-        scale_of(temperature, chunk_size=None)
+    check_temperature(temperature)
     with torch.autocast(z_a_BD.device.type, enabled=False):
         u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
         none_B0 = torch.empty(len(u_BD), 0, dtype=torch.int64, device=u_BD.device)

@@ -1,4 +1,4 @@
-"""The shared parts of contrastive losses: tiles and chunks, memory, extreme temperatures."""
+"""The shared parts of contrastive losses: chunks, memory, extreme temperatures."""
 
 from __future__ import annotations
 
@@ -21,16 +21,7 @@ both_forms = pytest.mark.parametrize(
 
 
 @both_forms
-@pytest.mark.parametrize("batch_size", [1, 64, 65])
-def test_tiles_equal_the_full_matrix(loss: Loss, loop: Loss, batch_size: int) -> None:
-    z_VBD = related_views(batch_size, 16)
-    tiled, full = (partial(loss, temperature=0.1, chunk_size=chunk_size) for chunk_size in (48, None))
-    for ours, theirs in zip(loss_and_gradient(tiled, z_VBD), loss_and_gradient(full, z_VBD), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
-
-
-@both_forms
-def test_tiles_survive_the_extremes_of_the_lowest_temperature(loss: Loss, loop: Loss) -> None:
+def test_chunks_survive_the_extremes_of_a_low_temperature(loss: Loss, loop: Loss) -> None:
     e = torch.eye(2)
     collapsed, opposite = e[:1].repeat(9, 1), torch.cat([e[:1], -e[:1].repeat(8, 1)])
     for pair in [(collapsed, collapsed), (opposite, opposite), (opposite, -opposite), (collapsed, opposite)]:
@@ -52,12 +43,12 @@ def test_extreme_temperatures_give_finite_losses_and_gradients(loss: Loss, tempe
         assert gradient.isfinite().all()
 
 
-def test_low_temperatures_need_the_full_matrix() -> None:
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_any_temperature_works(chunk_size: int | None) -> None:
     z_VBD = related_views(9, 4)
     expected = loss_and_gradient(NTXentLoss(temperature=0.001), z_VBD)
-    assert_near(loss_and_gradient(partial(nt_xent_loss, temperature=0.001), z_VBD), expected, rtol=1e-4)
-    with pytest.raises(ValueError, match=r"temperature is 0\.001; with a chunk_size it must be at least 0\.02"):
-        nt_xent_loss(*z_VBD, temperature=0.001, chunk_size=8)
+    ours = partial(nt_xent_loss, temperature=0.001, chunk_size=chunk_size)
+    assert_near(loss_and_gradient(ours, z_VBD), expected, rtol=1e-4)
 
 
 class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -105,6 +96,6 @@ def test_memory_of_chunks_is_linear_in_the_batch(loss: Loss, rows: int, columns:
     assert kept >= largest == rows * columns * 256 * 256
     chunked = partial(loss, temperature=0.5, chunk_size=64)
     (kept, largest), (kept_twice, largest_twice) = kept_and_largest(chunked, 256), kept_and_largest(chunked, 512)
-    assert largest <= 64 * 256
+    assert largest <= columns * 64 * 256
     assert largest_twice <= 2 * largest
     assert kept_twice <= 2.1 * kept < 256 * 256 / 2
