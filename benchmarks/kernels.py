@@ -101,7 +101,7 @@ class KernelCounter(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def count_triton(self, kernel: Any, *_: object, **__: object) -> None:
-        """Count the launch of a kernel in Triton; to be called in place of `trainer.triton_launch.launch`."""
+        """Count the launch of a kernel in Triton; to be called in place of `trainer.triton_works.launch`."""
         self.launches[self.phase][kernel.fn.__name__] += 1
 
     @property

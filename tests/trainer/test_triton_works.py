@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer import triton_launch, triton_works
+from trainer import liveness, triton_works
 from trainer.triton_works import check_near, kernels
 from trainer.views import expert_image, viewmaker
 
-MODULE = "trainer.triton_launch"
+MODULE = "trainer.liveness"  # any module
+GPU = torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -26,24 +27,24 @@ def _gpu_that_nothing_ran_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_kernels_are_left_out_for_their_dtype_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     def try_out(module: ModuleType, dtype: torch.dtype) -> None:
         exact = torch.ones(100)
-        check_near(exact * (1.0 if dtype == torch.float32 else 1.1), exact)
+        check_near([exact * (1.0 if dtype == torch.float32 else 1.1)], [exact])
 
     for _ in range(2):
-        assert kernels(MODULE, torch.float32, try_out) is triton_launch
-        assert kernels(MODULE, torch.bfloat16, try_out) is None
+        assert kernels(MODULE, GPU, torch.float32, try_out) is liveness
+        assert kernels(MODULE, GPU, torch.bfloat16, try_out) is None
     assert caplog.messages == [
         f"slower operations of torch replace {MODULE}, which does not work here: its results are not those of torch "
         "(they are 10% away)"
     ]
     with pytest.raises(ValueError, match="nan% away"):
-        check_near(torch.full((2,), torch.nan), torch.ones(2))
+        check_near([torch.full((2,), torch.nan)], [torch.ones(2)])
 
 
 def test_a_trial_is_apart_from_what_its_caller_does(caplog: pytest.LogCaptureFixture) -> None:
     seen = []
 
     def try_out(module: ModuleType, dtype: torch.dtype) -> None:
-        assert kernels(MODULE, dtype, try_out) is module  # as the code does that it tries
+        assert kernels(MODULE, GPU, dtype, try_out) is module  # as the code does that it tries
         weight = torch.ones(2, 2, requires_grad=True)
         out = weight @ weight
         (grad,) = torch.autograd.grad(out.sum(), weight)
@@ -54,18 +55,18 @@ def test_a_trial_is_apart_from_what_its_caller_does(caplog: pytest.LogCaptureFix
 
     hooks = torch.autograd.graph.saved_tensors_hooks(fail, fail)
     with hooks, torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        assert kernels(MODULE, torch.float32, try_out) is triton_launch
+        assert kernels(MODULE, GPU, torch.float32, try_out) is liveness
     ((dtype, grad),) = seen
     assert dtype == torch.float32
     assert torch.equal(grad, torch.full((2, 2), 4.0))
 
 
 def test_trials_of_views_hold_for_torch_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_works, "DEVICE", "cpu")
     for module in (expert_image, viewmaker):
-        monkeypatch.setattr(module, "_KERNEL_DEVICE", "cpu")
         monkeypatch.setattr(module, "kernels", lambda *_: None)
     state = torch.get_rng_state()
-    expert_image._try_out(triton_launch, torch.float32)
+    expert_image._try_out(liveness, torch.float32)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        viewmaker._try_out(triton_launch, dtype)
+        viewmaker._try_out(liveness, dtype)
     assert torch.equal(torch.get_rng_state(), state)

@@ -34,6 +34,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from data_pipeline.core.errors import UserError
+from trainer import triton_works
 from trainer.distributed.collectives import all_gather_rows, all_reduce_sum, is_distributed, world_size
 from trainer.triton_works import check_near, kernels
 
@@ -84,7 +85,7 @@ class SynchronizedBatchNorm2d(nn.BatchNorm2d):
         assert self.num_batches_tracked is not None
         self._check_input_dim(input)
         num_groups, parameters = _num_groups[-1], (self.weight, self.bias)
-        if is_distributed() or input.device.type == _KERNEL_DEVICE:
+        if is_distributed() or input.device.type == triton_works.DEVICE:
             buffers = (self.running_mean, self.running_var, self.num_batches_tracked)
             settings = (self.momentum, self.eps, num_groups, relu)
             out_BCHW: Tensor = _SynchronizedBatchNorm.apply(input, residual, *parameters, *buffers, *settings)  # type: ignore[no-untyped-call]
@@ -224,20 +225,15 @@ def _replace_statistics(norms: Sequence[_BatchNorm], by_all_ranks: Callable[[Ten
         stat.copy_(value)
 
 
-_KERNEL_DEVICE = "cuda"
-_KERNEL_DTYPES = (torch.bfloat16, torch.float32)
-
-
 def _kernels(x_BCHW: Tensor, like_x: Tensor | None, num_groups: int) -> ModuleType | None:
     """Return the module of kernels; None if they do not take these inputs, or do not work here."""
     form = torch.contiguous_format if x_BCHW.dim() == 2 else torch.channels_last
     for each in (x_BCHW, x_BCHW if like_x is None else like_x):
         if each.dtype != x_BCHW.dtype or each.shape != x_BCHW.shape or not each.is_contiguous(memory_format=form):
             return None
-    fits = x_BCHW.device.type == _KERNEL_DEVICE and x_BCHW.dtype in _KERNEL_DTYPES
-    if not fits or x_BCHW.numel() <= num_groups * x_BCHW.shape[1]:  # a variance needs two values
+    if x_BCHW.numel() <= num_groups * x_BCHW.shape[1]:  # a variance needs two values
         return None
-    return kernels("trainer.models.batch_norm_kernels", x_BCHW.dtype, _try_out)
+    return kernels("trainer.models.batch_norm_kernels", x_BCHW.device, x_BCHW.dtype, _try_out)
 
 
 def _try_out(module: ModuleType, dtype: torch.dtype) -> None:
@@ -250,15 +246,12 @@ def _try_out(module: ModuleType, dtype: torch.dtype) -> None:
     groups = [F.batch_norm(each, None, None, weight_C, bias_C, training=True) for each in x.chunk(2)]
     expected = F.relu(torch.cat(groups) + residual)
     torch.autograd.backward(expected, maps[2].double())
-    x, residual, grad = (each.to(_KERNEL_DEVICE, memory_format=torch.channels_last) for each in maps)
-    weight_C, bias_C, mean_C, var_C = (each.to(_KERNEL_DEVICE) for each in per_channel)
-    running = (mean_C, var_C, torch.zeros((), dtype=torch.int64, device=_KERNEL_DEVICE), 0.1)
+    x, residual, grad = (each.to(triton_works.DEVICE, memory_format=torch.channels_last) for each in maps)
+    weight_C, bias_C, mean_C, var_C = (each.to(triton_works.DEVICE) for each in per_channel)
+    running = (mean_C, var_C, torch.zeros((), dtype=torch.int64, device=mean_C.device), 0.1)
     out, stats_N = module.normalised(x, residual, weight_C, bias_C, running, 1e-5, 2, True, None)
     grad_x, grad_residual, grads_2C = module.gradients(grad, x, out, weight_C, bias_C, stats_N, 1e-5, 2, True, None)
-    check_near(out, expected)
-    for found, leaf in zip((grad_x, grad_residual, *grads_2C), leaves, strict=True):
-        assert leaf.grad is not None
-        check_near(found, leaf.grad)
+    check_near((out, grad_x, grad_residual, *grads_2C), (expected, *(leaf.grad for leaf in leaves)))
 
 
 def _forward(

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.triton_launch import launch
+from trainer.triton_works import launch
 
 _TILE: Final = 2048  # values that the threads of a program read at once: 16 bytes each in bfloat16
 _NUM_WARPS: Final = 8

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from data_pipeline.core.counter_rng import DrawKeys, uniform
 from data_pipeline.core.random_crop import NUM_CROP_NUMBERS, CropLaw, between, crop_boxes
 from data_pipeline.core.schema import Ascending, PositiveShare, Share
+from trainer import triton_works
 from trainer.triton_works import check_near, kernels
 from trainer.views.colour import HUE, NUM_COLOURS, changes_any, jitter_colour_, luma
 from trainer.views.inputs import check_pictures, rows_of, without_autocast
@@ -54,7 +55,6 @@ _DRAWS = {
     "flip": 1,
 }
 _PURPOSE = 0
-_KERNEL_DEVICE = "cuda"
 
 
 class ExpertImageConfig(BaseViewsConfig):
@@ -293,9 +293,9 @@ def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int | tuple[int, in
 
 def _kernels(inputs: Tensor) -> ModuleType | None:
     """Return the module of kernels if inputs are on a GPU and need no gradient, and it works here; otherwise None."""
-    if inputs.device.type != _KERNEL_DEVICE or inputs.requires_grad:
+    if inputs.requires_grad:
         return None
-    return kernels("trainer.views.expert_image_kernels", torch.float32, _try_out)
+    return kernels("trainer.views.expert_image_kernels", inputs.device, torch.float32, _try_out)
 
 
 def _try_out(_: ModuleType, dtype: torch.dtype) -> None:
@@ -303,5 +303,5 @@ def _try_out(_: ModuleType, dtype: torch.dtype) -> None:
     policy = ExpertImage(ExpertImageConfig())
     images_BCHW = torch.rand(8, 3, 32, 32, generator=torch.Generator().manual_seed(0), dtype=dtype)
     keys = DrawKeys(seed=0, epoch=0, index_B=torch.arange(8), view=0)
-    on_gpu = dataclasses.replace(keys, index_B=keys.index_B.to(_KERNEL_DEVICE))
-    check_near(policy(images_BCHW.to(_KERNEL_DEVICE), on_gpu), policy(images_BCHW, keys))
+    on_gpu = dataclasses.replace(keys, index_B=keys.index_B.to(triton_works.DEVICE))
+    check_near([policy(images_BCHW.to(triton_works.DEVICE), on_gpu)], [policy(images_BCHW, keys)])

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys
-from trainer.triton_launch import launch
+from trainer.triton_works import launch
 from trainer.views.colour import CONTRAST, HUE, LUMA, SATURATION
 from trainer.views.resampling import blur, pil_blur_matrix
 

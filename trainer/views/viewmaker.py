@@ -36,6 +36,7 @@ from data_pipeline.audio.log_mel import MelConfig
 from data_pipeline.core.counter_rng import DrawKeys, uniform, uniforms
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
 from data_pipeline.core.schema import ImageSize, PositiveShare
+from trainer import triton_works
 from trainer.models.activation_checkpointing import Checkpointing, run_blocks
 from trainer.triton_works import check_near, kernels
 from trainer.views.expert_audio import Waveform, WaveformConfig, clean_spectrogram
@@ -48,6 +49,7 @@ _STRIDE = 4  # of the stem
 _LARGE_KERNEL = 9  # rows and columns of the kernel of the first and the last convolution
 _FEW_CHANNELS = 8
 _MIN_SIZE = 8  # the stem pads by 4 reflected pixels, a residual block by 1
+_KERNELS = "trainer.views.viewmaker_kernels"
 _FIRST_MASKED_LEVEL = {"box": MASK_BOX, "object": MASK_OBJECT}
 
 Pairing = Literal["independent", "exclusive"]
@@ -145,10 +147,8 @@ def project(r_BCHW: Tensor, *, budget: float) -> Tensor:
     a share of 1e-4 / (mean + 1e-4) is not spent. Computed in float32 at least.
     """
     u_BCHW = torch.tanh(r_BCHW.to(torch.promote_types(r_BCHW.dtype, torch.float32)))
-    if _has_kernels(u_BCHW):
-        from trainer.views import viewmaker_kernels  # not at the top: Triton is large, and not on every system
-
-        delta_BCHW: Tensor = viewmaker_kernels.spend(u_BCHW.contiguous(memory_format=torch.channels_last), None, budget)
+    if module := _kernels(u_BCHW):
+        delta_BCHW: Tensor = module.spend(u_BCHW.contiguous(memory_format=torch.channels_last), None, budget)
         return delta_BCHW
     return budget * u_BCHW / (u_BCHW.abs().mean(dim=(1, 2, 3), keepdim=True) + 1e-4)
 
@@ -170,26 +170,16 @@ def attacked_views(keys: DrawKeys, *, rate: float, pairing: Pairing = "independe
     return second_B if keys.view & 1 else first_B
 
 
-_KERNEL_DEVICE = "cuda"
-_KERNEL_DTYPES = (torch.bfloat16, torch.float32)
-
-
-def _works(dtype: torch.dtype) -> bool:
-    return kernels("trainer.views.viewmaker_kernels", dtype, _try_out) is not None
-
-
 def _try_out(_: ModuleType, dtype: torch.dtype) -> None:
     """Compare noise, and a layer with a residual and its gradients, with those of a CPU in float64."""
     keys = DrawKeys(seed=0, epoch=0, index_B=torch.arange(2), view=0)
-    on_gpu = dataclasses.replace(keys, index_B=keys.index_B.to(_KERNEL_DEVICE))
-    noise_LBHW = draw_noise(keys, 8, 8, layers=range(2))
-    check_near(draw_noise(on_gpu, 8, 8, layers=range(2)), noise_LBHW)
     draws, results = torch.Generator().manual_seed(0), []
     maps = (torch.randn(2, channels, 10, 10, generator=draws).to(dtype) for channels in (16, 17))
     x_BCHW, grad_BCHW = (each.contiguous(memory_format=torch.channels_last) for each in maps)
     with torch.random.fork_rng(devices=[]):
         layer = ConvNorm(16, 16).to(dtype)
-    for device, own_dtype in (("cpu", torch.float64), (_KERNEL_DEVICE, dtype)):
+    for device, own_dtype in (("cpu", torch.float64), (triton_works.DEVICE, dtype)):
+        noise_LBHW = draw_noise(dataclasses.replace(keys, index_B=keys.index_B.to(device)), 8, 8, layers=range(2))
         own = copy.deepcopy(layer).to(device, own_dtype)
         x, grad, noise = (each.to(device, own_dtype) for each in (x_BCHW, grad_BCHW, noise_LBHW[0]))
         out = own(x.requires_grad_(), *prepare([own], x)[0], x, noise)[:, :17]
@@ -197,11 +187,9 @@ def _try_out(_: ModuleType, dtype: torch.dtype) -> None:
         r = x.detach().to(torch.promote_types(own_dtype, torch.float32)).requires_grad_()
         delta = project(r, budget=0.05)
         torch.autograd.backward(delta, delta.detach().roll(1, 0))
-        results.append((out, x.grad, own.conv.weight.grad, own.norm.weight.grad, own.norm.bias.grad, delta, r.grad))
-    for expected, found in zip(*results, strict=True):
-        assert found is not None
-        assert expected is not None
-        check_near(found, expected)
+        gradients = (x.grad, own.conv.weight.grad, own.norm.weight.grad, own.norm.bias.grad, r.grad)
+        results.append((noise_LBHW, out, delta, *gradients))
+    check_near(*reversed(results))
 
 
 def _convolved_dtype(x: Tensor) -> torch.dtype:
@@ -209,11 +197,11 @@ def _convolved_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
 
 
-def _has_kernels(x: Tensor) -> bool:
-    if x.device.type != _KERNEL_DEVICE:
-        return False
-    dtype = _convolved_dtype(x)
-    return dtype in _KERNEL_DTYPES and _works(dtype)
+def _kernels(x: Tensor) -> ModuleType | None:
+    """Return the module of kernels for what follows convolutions of `x`; None if they do not take it."""
+    if x.device.type != triton_works.DEVICE:
+        return None
+    return kernels(_KERNELS, x.device, _convolved_dtype(x), _try_out)
 
 
 def with_border(x_BCHW: Tensor, border: int, *, repeat_edge: bool = False) -> Tensor:
@@ -306,7 +294,7 @@ class ConvNorm(nn.Module):
         norm = self.norm
         y_BCHW = _convolve(x_BCHW, weight_OIKK, self.resize)
         if affine_B2C is not None:
-            from trainer.views import viewmaker_kernels
+            from trainer.views import viewmaker_kernels  # not at the top: Triton is large, and not on every system
 
             y_BCHW = y_BCHW.contiguous(memory_format=torch.channels_last)  # as it is, unless torch has no such form
             out_BCHW: Tensor = viewmaker_kernels.normalise(
@@ -323,14 +311,12 @@ class ConvNorm(nn.Module):
 def prepare(layers: Sequence[ConvNorm], x_BCHW: Tensor, *further: nn.Conv2d) -> list[tuple[Tensor, Tensor | None]]:
     """Return the weights of layers and of further convolutions; for kernels, filled, with the norms' parameters."""
     convolutions = [layer.conv for layer in layers] + list(further)
-    if not _has_kernels(x_BCHW):
+    if (module := _kernels(x_BCHW)) is None:
         return [(convolution.weight, None) for convolution in convolutions]
-    from trainer.views import viewmaker_kernels
-
     upsamples = [layer.resize == "up" for layer in layers] + [False] * len(further)
     norms = [parameter for layer in layers for parameter in (layer.norm.weight, layer.norm.bias)]
     given = [convolution.weight for convolution in convolutions], upsamples, norms, len(x_BCHW)
-    weights, affine_LB2C = viewmaker_kernels.prepared(*given, _convolved_dtype(x_BCHW))
+    weights, affine_LB2C = module.prepared(*given, _convolved_dtype(x_BCHW))
     return list(zip_longest(weights, affine_LB2C))
 
 
@@ -513,10 +499,8 @@ def _outside(masks_BHW: Tensor | None, mask: Literal["box", "object"], *, like_B
 def draw_noise(keys: DrawKeys, height: int, width: int, *, layers: range) -> Tensor:
     """Return uniform noise in [0, 1), (L, B, H, W) float32, drawn from the keys and the number of each layer alone."""
     purposes = [_FIRST_NOISE_PURPOSE + layer for layer in layers]
-    if keys.index_B.device.type == _KERNEL_DEVICE and _works(torch.float32):
-        from trainer.views import viewmaker_kernels
-
-        noise_LBHW: Tensor = viewmaker_kernels.noise(keys, height, width, purposes)
+    if module := kernels(_KERNELS, keys.index_B.device, torch.float32, _try_out):
+        noise_LBHW: Tensor = module.noise(keys, height, width, purposes)
         return noise_LBHW
     return uniforms(keys, height * width, purposes=purposes).view(len(layers), -1, height, width)
 
@@ -524,7 +508,7 @@ def draw_noise(keys: DrawKeys, height: int, width: int, *, layers: range) -> Ten
 def _entering(x_BCHW: Tensor) -> Tensor:
     """Return pictures with the border of the first convolution; if there are kernels, with filled channels."""
     x_BCHW = with_border(x_BCHW, _LARGE_KERNEL // 2)
-    if not _has_kernels(x_BCHW):
+    if _kernels(x_BCHW) is None:
         return x_BCHW
     filled_BCHW = F.pad(x_BCHW, (0, 0, 0, 0, 0, -x_BCHW.shape[1] % 8))
     return filled_BCHW.to(_convolved_dtype(x_BCHW), memory_format=torch.channels_last)

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys
-from trainer.triton_launch import launch
+from trainer.triton_works import launch
 from trainer.views.expert_image_kernels import _key, _uniform
 
 _TILE: Final = 2048  # values that the threads of a program read at once: 16 bytes each in bfloat16

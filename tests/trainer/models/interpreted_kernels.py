@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from triton.runtime import interpreter
 
+from trainer import triton_works
 from trainer.models import batch_norm, batch_norm_kernels
 from trainer.models.batch_norm import SynchronizedBatchNorm2d, grouped_statistics
 from trainer.models.resnet import BasicBlock, resnet_trunk
@@ -49,7 +50,7 @@ def with_exact_bounds() -> None:
 def on_the_cpu(num_programs: int = 4) -> Iterator[None]:
     """Let kernels take tensors of a CPU, with so few programs in a launch that each goes through several tiles."""
     with (
-        mock.patch.object(batch_norm, "_KERNEL_DEVICE", "cpu"),
+        mock.patch.object(triton_works, "DEVICE", "cpu"),
         mock.patch.object(batch_norm_kernels, "_NUM_PROGRAMS", num_programs),
     ):
         yield

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_pipeline.core.errors import UserError
 from tests.gloo import run_ranks
+from trainer import triton_works
 from trainer.distributed.collectives import rank
 from trainer.distributed.engines.ddp_engine import DDPEngine
 from trainer.models import Encoder, Normalization, ResNetConfig, TimmConfig, batch_norm, build_encoder
@@ -222,7 +223,7 @@ def test_in_one_process_groups_are_batches_one_after_the_other(
     device: str, memory_format: torch.memory_format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By torch's batch norm on a CPU, and by its parts where kernels do not take float64, as on a GPU."""
-    monkeypatch.setattr(batch_norm, "_KERNEL_DEVICE", "cuda" if device == "cpu" else "cpu")
+    monkeypatch.setattr(triton_works, "DEVICE", "cuda" if device == "cpu" else "cpu")
     torch.manual_seed(0)
     together, apart = (SynchronizedBatchNorm2d(3).double() for _ in range(2))
     x = torch.randn(8, 3, 5, 4, dtype=torch.float64).contiguous(memory_format=memory_format)

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tests.trainer.code_of_kernels import assert_in_registers
-from trainer import triton_launch, triton_works
+from trainer import triton_works
 from trainer.models import batch_norm, batch_norm_kernels
 from trainer.models.batch_norm import SynchronizedBatchNorm2d, grouped_statistics
 
@@ -84,7 +84,7 @@ def test_where_triton_does_not_compile_torch_goes_on_and_one_sentence_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(triton_works, "_found", {})
-    monkeypatch.setattr(batch_norm, "_KERNEL_DEVICE", "cpu")
+    monkeypatch.setattr(triton_works, "DEVICE", "cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     failing = mock.Mock(side_effect=RuntimeError("Failed to find C compiler.\nPlease specify via CC"))
@@ -203,7 +203,7 @@ def each_pass(shape: tuple[int, int, int, int]) -> Iterator[tuple[str, int, Call
             backward(kept, stats_N)
         of_maps = [each for each in launches if each[0][0] is not batch_norm_kernels._combine_kernel]
         for (given, named), num_tensors in zip(of_maps, passes, strict=True):
-            call = functools.partial(triton_launch.launch, *given, **named)
+            call = functools.partial(triton_works.launch, *given, **named)
             yield f"{given[0].fn.__name__.strip('_')}, {name}", num_tensors, call
     cudnn = (weight, bias, *running, True, 0.1, 1e-5)
     halves = [list(each.half().chunk(2)) for each in (x, grad)]  # torch gives it no bfloat16

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data_pipeline.core.counter_rng import DrawKeys
-from trainer.triton_launch import launch
+from trainer import triton_works
+from trainer.triton_works import launch
 from trainer.views import viewmaker, viewmaker_kernels
 from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
 
@@ -36,7 +37,7 @@ FORMS = [(False, False, 4, False), (False, True, 1, False), (True, False, 1, Tru
 def on_the_cpu() -> Iterator[mock.Mock]:
     """Let kernels take tensors of a CPU; yields what counts their launches."""
     counted = mock.patch.object(viewmaker_kernels, "launch", wraps=launch)
-    with mock.patch.object(viewmaker, "_KERNEL_DEVICE", "cpu"), counted as launches:
+    with mock.patch.object(triton_works, "DEVICE", "cpu"), counted as launches:
         yield launches
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys
+from trainer import triton_works
 from trainer.views import expert_image, expert_image_kernels
 from trainer.views.expert_image import NO_VIEWS, ExpertImage, ExpertImageConfig, draw, huang_views
 
@@ -50,7 +51,7 @@ CASES: Final = (
 @contextmanager
 def on_the_cpu() -> Iterator[None]:
     """Let kernels take tensors of a CPU."""
-    with mock.patch.object(expert_image, "_KERNEL_DEVICE", "cpu"):
+    with mock.patch.object(triton_works, "DEVICE", "cpu"):
         yield
 
 

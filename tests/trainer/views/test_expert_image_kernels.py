@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 
 from tests.trainer.code_of_kernels import assert_in_registers
 from tests.trainer.views.interpreted_views import CASES, assert_equal_views, keys, pictures
+from trainer import triton_works
 from trainer.views import expert_image, expert_image_kernels
 from trainer.views.expert_image import ExpertDraws, ExpertImage, ExpertImageConfig, draw, huang_views
 
@@ -36,7 +37,7 @@ def test_in_the_interpreter_kernels_give_the_views_of_a_cpu(check: str) -> None:
 def test_where_triton_does_not_work_torch_makes_the_views(monkeypatch: pytest.MonkeyPatch) -> None:
     x, policy = pictures(4, channels=3, height=32, width=32), ExpertImage(ExpertImageConfig())
     expected = policy(x, keys(4))
-    monkeypatch.setattr(expert_image, "_KERNEL_DEVICE", "cpu")
+    monkeypatch.setattr(triton_works, "DEVICE", "cpu")
     monkeypatch.setattr(expert_image, "kernels", lambda *_: None)
     assert torch.equal(policy(x, keys(4)), expected)
 
@@ -77,7 +78,7 @@ def test_compiled_for_an_h100_kernels_spill_nothing(
     def compile_only(kernel: Any, programs: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         compiled.append(kernel.warmup(*arguments, grid=programs, **constants))
 
-    monkeypatch.setattr(expert_image, "_KERNEL_DEVICE", "cpu")
+    monkeypatch.setattr(triton_works, "DEVICE", "cpu")
     monkeypatch.setattr(expert_image, "kernels", lambda *_: expert_image_kernels)
     monkeypatch.setattr(expert_image_kernels, "launch", compile_only)
     monkeypatch.setattr(triton.runtime.driver, "_active", Processor())

@@ -33,7 +33,8 @@ from benchmarks.kernels import (
 from data_pipeline.core.counter_rng import DrawKeys
 from tests.trainer.code_of_kernels import assert_in_registers
 from tests.trainer.views import interpreted_viewmaker
-from trainer.views import viewmaker, viewmaker_kernels
+from trainer import triton_works
+from trainer.views import viewmaker_kernels
 from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
 
 ROOT = Path(__file__).parents[3]
@@ -190,7 +191,7 @@ def test_on_a_gpu_a_viewmaker_is_as_near_to_float64_as_with_torchs_layers(
     x = torch.rand(16, channels, size, size, generator=torch.Generator().manual_seed(0))
     found, again = (passed_on_a_gpu(network, x, dtype) for _ in range(2))
     assert all(map(torch.equal, found, again))
-    with mock.patch.object(viewmaker, "_KERNEL_DTYPES", ()):
+    with mock.patch.object(triton_works, "DTYPES", ()):
         plain = passed_on_a_gpu(network, x, dtype)
         exact = passed_on_a_gpu(network, x, torch.float64)
     for number, (one, other, expected) in enumerate(zip(found, plain, exact, strict=True)):
@@ -222,6 +223,6 @@ def test_speed_on_a_gpu() -> None:
     network = Viewmaker(ViewmakerConfig(), image_channels=3)
     x = torch.rand(512, 3, 32, 32, device="cuda")
     for name, dtypes in {"kernels": (torch.bfloat16,), "torch's layers": ()}.items():
-        with mock.patch.object(viewmaker, "_KERNEL_DTYPES", dtypes):
+        with mock.patch.object(triton_works, "DTYPES", dtypes):
             milliseconds = triton.testing.do_bench(lambda: passed_on_a_gpu(network, x, torch.bfloat16))
         print(f"measured: viewmaker, forward and backward, 512 pictures, {name}: {milliseconds:.2f} ms")
