@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 
 from trainer.distributed import collectives
@@ -26,6 +27,8 @@ def fake_ranks(world_size: int, *, sums_by_gathering: bool = True) -> Iterator[N
         yield
         return
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::_allgather_base_", "Meta"):  # in torch 2.9 and 2.10
+        importlib.import_module("torch.distributed._tools.fake_collectives")  # registers them, for tensors without data
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)  # type: ignore[attr-defined]
     shortest = collectives._SHORT
     if not sums_by_gathering:
