@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,12 +21,19 @@ RTOL_OF_STEPS = dict.fromkeys(steps.CASES, 1e-5) | {"viewmaker of sounds": 1e-3}
 RTOL_OF_VIEWS = RTOL_OF_SOUNDS = 1e-5
 RTOL_OF_RUNS = {"debug:image": 1e-5, "debug:viewmaker": 1e-5, "debug:audio": 5e-3}
 
+WITH_DINO = ("dino", "dino of three views", "multi_crop")
+
 
 def test_every_objective_is_frozen() -> None:
     assert {case.split()[0] for case in objectives.CASES} == OBJECTIVES.keys()
 
 
-@pytest.mark.parametrize("case", objectives.CASES)
+def case_of(name: str) -> Any:
+    """Return a case; DINO's first weights depend on the version of torch."""
+    return pytest.param(name, marks=pytest.mark.pinned if name in WITH_DINO else ())
+
+
+@pytest.mark.parametrize("case", map(case_of, objectives.CASES))
 def test_objective_on_one_process(case: str) -> None:
     assert_frozen(objectives.one_case(case), GOLDEN["objectives"][case], rtol=RTOL_OF_OBJECTIVES[case])
 
@@ -39,7 +47,7 @@ def test_objectives_on_two_ranks() -> None:
             assert_frozen(of_rank[case], GOLDEN["objectives"][case], rtol=RTOL_OF_OBJECTIVES[case])
 
 
-@pytest.mark.parametrize("case", steps.CASES)
+@pytest.mark.parametrize("case", map(case_of, steps.CASES))
 def test_training_step(case: str) -> None:
     assert_frozen(steps.one_case(case), GOLDEN["steps"][case], rtol=RTOL_OF_STEPS[case])
 

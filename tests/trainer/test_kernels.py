@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.kernels import PHASES, KernelCounter, count_kernels
 from configs import resolve_recipe
+from tests.old_versions import needs_gpu_tensors_without_data
 
 aten = torch.ops.aten
 BUDGETS = {
@@ -25,6 +26,7 @@ def counted(recipe: str, precision: str) -> KernelCounter:
 
 
 @pytest.mark.slow
+@needs_gpu_tensors_without_data
 @pytest.mark.parametrize(("recipe", "precision"), BUDGETS)
 def test_a_step_launches_few_kernels(recipe: str, precision: str) -> None:
     counter = counted(recipe, precision)
@@ -33,12 +35,14 @@ def test_a_step_launches_few_kernels(recipe: str, precision: str) -> None:
 
 
 @pytest.mark.slow
+@needs_gpu_tensors_without_data
 def test_the_number_of_kernels_does_not_depend_on_the_batch() -> None:
     config = resolve_recipe("simclr:digits", ["tracking.wandb=disabled", "precision=bfloat16"])
     assert count_kernels(config, batch_size=8).launches == counted("simclr:digits", "bfloat16").launches
 
 
 @pytest.mark.slow
+@needs_gpu_tensors_without_data
 def test_a_step_sends_few_messages_on_any_number_of_ranks() -> None:
     """One gathers the embeddings, and each batch norm sends one each way for both views. DDP's buckets come on top."""
     counter = count_kernels(resolve_recipe("viewmaker:digits", ["tracking.wandb=disabled"]), num_ranks=64)

@@ -38,6 +38,7 @@ from data_pipeline.overlays.second_digit import SecondDigit
 from data_pipeline.overlays.shapes import Shapes
 from data_pipeline.overlays.shared_number import SharedNumber
 from data_pipeline.overlays.tiled_digit import TiledDigit
+from tests.old_versions import needs_gpu_tensors_without_data
 from tests.small_encoder import convnet
 from trainer.build import assemble
 from trainer.config import RunConfig
@@ -191,6 +192,7 @@ def batch(config: RunConfig) -> Batch:
 
 
 @pytest.mark.slow
+@needs_gpu_tensors_without_data
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
     [
@@ -274,6 +276,7 @@ OVERLAYS: dict[str, Overlay] = {
 }
 
 
+@needs_gpu_tensors_without_data
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_an_overlay_is_drawn_without_waiting(overlay: str) -> None:
     with tensors_without_data(), Waits() as waits:
@@ -323,6 +326,7 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@needs_gpu_tensors_without_data
 def test_the_host_waits_for_the_copy_of_a_batch_to_itself_and_for_no_other() -> None:
     """torch gives such a copy pinned memory, which can be read before the GPU has written to it."""
     with tensors_without_data(), Copies() as copies:
@@ -341,6 +345,7 @@ def test_pixels_have_the_bits_of_a_cpu() -> None:
     assert torch.equal(from_bytes(levels.to(CUDA)).cpu(), from_bytes(levels))
 
 
+@needs_gpu_tensors_without_data
 def test_what_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def loss(self: nn.Module, z_a_BD: Tensor, z_b_BD: Tensor, pair: object) -> ObjectiveOutput:
         scale = torch.as_tensor(2.0, device=z_a_BD.device)

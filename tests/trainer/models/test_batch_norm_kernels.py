@@ -64,6 +64,7 @@ def compiled(kernel: Any, dtype: str, **constants: Any) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.pinned
 @pytest.mark.parametrize("name", ["statistics", "normalise", "sums", "gradient"])
 def test_compiled_for_an_h100_kernels_read_16_bytes_at_once_ahead_of_time_and_spill_nothing(
     name: str, tmp_path: Path

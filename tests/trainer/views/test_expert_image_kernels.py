@@ -56,6 +56,7 @@ class Processor:
 
 
 @pytest.mark.slow
+@pytest.mark.pinned
 @pytest.mark.parametrize(
     ("config", "size", "channels", "launches"),
     [

@@ -31,6 +31,7 @@ from benchmarks.kernels import (
     triton_counted,
 )
 from data_pipeline.core.counter_rng import DrawKeys
+from tests.old_versions import needs_gpu_tensors_without_data
 from tests.trainer.code_of_kernels import assert_in_registers
 from tests.trainer.views import interpreted_viewmaker
 from trainer import triton_works
@@ -63,6 +64,7 @@ CASES = [
 
 
 @pytest.mark.slow
+@pytest.mark.pinned
 @pytest.mark.parametrize(("name", "layer", "relu"), CASES)
 def test_compiled_for_an_h100_kernels_read_and_write_16_bytes_at_once_and_spill_nothing(
     name: str, layer: dict[str, int], relu: bool, tmp_path: Path
@@ -87,6 +89,7 @@ def test_compiled_for_an_h100_kernels_read_and_write_16_bytes_at_once_and_spill_
 
 
 @pytest.mark.slow
+@pytest.mark.pinned
 @pytest.mark.parametrize("with_gradient", [False, True])
 def test_compiled_for_an_h100_kernels_of_weights_and_budget_spill_nothing(with_gradient: bool, tmp_path: Path) -> None:
     """Of three layers, one of which is filled and one of which upsamples; and of pictures of 3,072 entries."""
@@ -153,6 +156,7 @@ def walked(*, channels: int, size: int) -> Walk:
     return walk
 
 
+@needs_gpu_tensors_without_data
 @pytest.mark.parametrize(("channels", "size"), [(3, 32), (1, 64)])
 def test_every_map_stays_channels_last_on_a_gpu(channels: int, size: int) -> None:
     walk = walked(channels=channels, size=size)
