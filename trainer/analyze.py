@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import io
 import json
 import math
 import sys
@@ -60,6 +59,8 @@ def draw_together(paths: Sequence[Path]) -> bytes:
     """Return one PNG of the pictures of several runs in rows of equal cells, each below the name of its run."""
     from PIL import Image, ImageDraw, ImageFont
 
+    from trainer.observability.figures import to_png
+
     pictures = [Image.open(path) for path in paths]
     num_columns = math.ceil(math.sqrt(len(pictures)))
     width, height = max(picture.width for picture in pictures), max(picture.height for picture in pictures) + TITLE
@@ -69,9 +70,7 @@ def draw_together(paths: Sequence[Path]) -> bytes:
         canvas.paste(picture.convert("RGB"), (left, top + TITLE))
         title = path.parent.parent.resolve().name
         ImageDraw.Draw(canvas).text((left + 8, top + 8), title, fill="black", font=ImageFont.load_default(TITLE - 16))
-    file = io.BytesIO()
-    canvas.save(file, format="png")
-    return file.getvalue()
+    return to_png(canvas)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -109,6 +108,8 @@ def main() -> None:
     if arguments.list_settings:
         print(describe_settings(settings))
         return
+    if arguments.together is not None and arguments.name == "play":
+        raise UserError("play writes one page of all runs, so leave out --together; --out FILE names the page")
     if arguments.out is not None and arguments.name != "play":
         raise UserError(
             f"--out names the page of play; {arguments.name} writes into the run directories, so leave it out"

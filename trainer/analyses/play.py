@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import base64
 import copy
-import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -32,7 +31,7 @@ from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import Count, Measured, Schema
 from trainer.analyses.analysis import Analysis, LoadedRun
 from trainer.analyses.feature_dropout import Judge, judges_of
-from trainer.observability.figures import difference_gain
+from trainer.observability.figures import difference_gain, to_png
 from trainer.observability.view_grid import as_shown, choose_pictures
 from trainer.probes.features import LabelSpace, ViewFunction, frozen
 from trainer.probes.view_batches import ViewBatch, view_batches
@@ -176,9 +175,8 @@ def _numbers(values_N: Tensor) -> list[Measured]:
 def _sheet(rows_NHWC: Sequence[NDArray[np.float32]]) -> str:
     """Return a PNG in base64 with the pictures (N, H, W, 3) of each row side by side."""
     pixels = np.concatenate([np.concatenate(list(row_NHWC), axis=1) for row_NHWC in rows_NHWC])
-    file = io.BytesIO()
-    Image.fromarray(np.round(255 * np.nan_to_num(pixels).clip(0, 1)).astype(np.uint8)).save(file, "PNG", optimize=True)
-    return base64.b64encode(file.getvalue()).decode()
+    picture = Image.fromarray(np.round(255 * np.nan_to_num(pixels).clip(0, 1)).astype(np.uint8))
+    return base64.b64encode(to_png(picture)).decode()
 
 
 def page(state: Mapping[str, Any]) -> str:

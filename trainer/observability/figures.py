@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
+from PIL import Image
 
 # Sizes of the grid in pixels: a picture (approximately), the gaps, and the room for the titles.
 PICTURE_SIZE, GAP, LEFT, TOP, DPI = 128, 6, 128, 44, 100
@@ -74,8 +75,11 @@ def picture_grid(rows: Sequence[GridRow], *, column_titles: Sequence[str]) -> by
     return to_png(figure)
 
 
-def to_png(figure: Figure) -> bytes:
-    """Return the figure as a PNG without date and version."""
+def to_png(picture: Figure | Image.Image) -> bytes:
+    """Return the picture as a PNG without date and version."""
     file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
+    if isinstance(picture, Figure):
+        picture.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
+    else:
+        picture.save(file, "PNG", optimize=True)
     return file.getvalue()

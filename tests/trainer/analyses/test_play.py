@@ -149,9 +149,13 @@ def test_one_small_file_that_needs_nothing_else(written: Path) -> None:
 
 
 def test_only_the_page_has_a_name_of_its_own(runs: list[RunDir], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["analyze", "views", str(runs[0].path), "--out", "x.html"])
-    with pytest.raises(UserError, match="--out names the page of play; views writes into the run directories"):
-        main()
+    for name, option, message in (
+        ("views", "--out", "--out names the page of play; views writes into the run directories"),
+        ("play", "--together", "play writes one page of all runs, so leave out --together"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["analyze", name, str(runs[0].path), option, "x.html"])
+        with pytest.raises(UserError, match=message):
+            main()
 
 
 @pytest.mark.process
