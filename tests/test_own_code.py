@@ -398,8 +398,9 @@ def test_every_block_of_the_page_works_in_an_empty_folder(
                 done = run(programs[name], *shlex.split(line.removeprefix(f"python {name} ")))
                 assert done.status == 0, done.stderr
                 said.append(done.stdout)
-    assert len(said) == 7
-    assert re.search(r"objective\.spread_weight +2\.0 +\./recipes\.py:spread", said[5])
-    assert re.search(r"objective\.spread_weight +0\.5 +mine\.yaml", said[6])
+    assert len(said) == 9
+    assert "label_base" in said[6]  # of the trained mobile
+    assert re.search(r"objective\.spread_weight +2\.0 +\./recipes\.py:spread", said[7])
+    assert re.search(r"objective\.spread_weight +0\.5 +mine\.yaml", said[8])
     assert RunDir(Path("runs/spread")).report.is_file()
     assert RunDir(Path("runs/spread")).read_config()["objective"]["spread_weight"] == 3

@@ -123,6 +123,10 @@ def test_a_wrong_result_is_one_sentence(
     assert "\n" not in str(raised.value)
 
 
+def test_a_trunk_may_return_rows_in_place_of_a_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_two_steps("encoder", lambda maps: maps.mean((2, 3)), monkeypatch)
+
+
 def test_a_layer_that_gets_no_gradient_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OwnTrunk, "forward", lambda self, images_BCHW: self.last(self.patches(images_BCHW).detach()))
     with pytest.raises(UserError, match=r"2 of 6 parameters of .*OwnTrunk.*patches.weight"):

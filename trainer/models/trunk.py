@@ -71,7 +71,9 @@ class Trunk(nn.Module):
         return self
 
     def pool(self, map_BCHW: Tensor) -> Tensor:
-        """Return one vector for each picture, (B, C): the mean of the map over its pixels, at least in float32."""
+        """Return the mean of a map (B, C, H, W) over its pixels, at least in float32, or rows (B, C) as they are."""
+        if map_BCHW.ndim == 2:
+            return map_BCHW
         return map_BCHW.mean((2, 3), dtype=torch.promote_types(map_BCHW.dtype, torch.float32))
 
     def synchronize_batch_norm(self) -> None:
