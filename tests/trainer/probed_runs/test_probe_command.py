@@ -287,6 +287,7 @@ def test_test_samples_without_any_label_count_as_those_that_lack_a_label(
     colour, site = (read_result(run_dir.probes(10) / f"{name}.json") for name in ("colour", "site"))
     assert (colour.num_test, colour.num_unlabelled, site.num_test, site.num_unlabelled) == (20, 10, 15, 15)
     assert [groups.num_unlabelled for groups in (*colour.groups, *site.groups)] == [15, 15]
+    assert [sum(num for *_, num in result.confusion["linear"]) for result in (colour, site)] == [20, 15]
 
 
 def test_a_test_set_of_train_pictures_is_refused_with_their_number_and_keys(
