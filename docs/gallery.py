@@ -57,7 +57,7 @@ VIEWS: dict[str, dict[str, Any]] = {
     "its crop alone": CROP,
     "random_mask": {"kind": "random_mask"},
     "channel\ndropout": {"kind": "channel_dropout", "shared": "view"},
-    "adversarial\nmask, untrained": {"kind": "adversarial_mask"},
+    "adversarial\nmask": {"kind": "adversarial_mask"},
     "viewmaker\nuntrained": {"kind": "viewmaker"},
     "... budget=0.2": {"kind": "viewmaker", "budget": 0.2},
     "... behind\na crop": {"kind": "sequence", "parts": [CROP, {"kind": "viewmaker"}]},
