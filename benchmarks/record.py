@@ -166,7 +166,7 @@ def circumstances(*, packages: Sequence[str]) -> dict[str, Any]:
         "command": command_line(),
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "git_commit": code.git_commit,
-        "is_changed": code.is_changed,
+        "is_changed": None if code.git_diff is None else bool(code.git_diff),
         "cpu": cpu_name(),
         "num_cpus": len(os.sched_getaffinity(0)),
         "memory_gigabytes": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1),

@@ -54,10 +54,6 @@ class Code:
     git_diff: str | None = None
     snapshot_sha256: str | None = None
 
-    @property
-    def is_changed(self) -> bool | None:
-        return None if self.git_diff is None else bool(self.git_diff)
-
 
 def this_code() -> Code:
     """Return the running code. A snapshot records its origin, because the repository may have changed since.

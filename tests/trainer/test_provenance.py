@@ -34,7 +34,7 @@ def test_the_difference_is_a_patch_whatever_git_is_told(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit = git(repository, "rev-parse", "HEAD").strip()
-    assert (this_code().git_commit, this_code().git_diff, this_code().is_changed) == (commit, "", False)
+    assert (this_code().git_commit, this_code().git_diff) == (commit, "")
     (repository / "trainer" / "step.py").write_text("rate = 2\n\n")
     (repository / ".gitattributes").write_text("*.py diff=words\n")
     git(repository, "config", "color.ui", "always")
@@ -57,7 +57,7 @@ def test_the_difference_is_a_patch_whatever_git_is_told(
 
 def test_a_module_that_git_does_not_track_is_a_change(repository: Path) -> None:
     (repository / "notes.txt").write_text("of the user")
-    assert not this_code().is_changed
+    assert not this_code().git_diff
     new = repository / "trainer" / "new loss.py"
     new.write_text("a = 1\n")
     first = this_code().git_diff
@@ -72,7 +72,7 @@ def test_code_that_git_cannot_read_is_not_called_unchanged(
 ) -> None:
     (repository / ".git" / "HEAD").unlink()
     code = this_code()
-    assert (code.git_commit, code.git_diff, code.is_changed) == (None, None, None)
+    assert (code.git_commit, code.git_diff) == (None, None)
     assert "commit of the code is not recorded" in caplog.text
     monkeypatch.setenv("PATH", "")
     caplog.clear()
