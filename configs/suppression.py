@@ -35,6 +35,7 @@ from trainer.objectives import (
     MACLConfig,
     NTXentCycleConfig,
     NTXentDecoderConfig,
+    SieveConfig,
     SIGRegConfig,
     SupervisedConfig,
     SymmetricInfoNCEConfig,
@@ -184,6 +185,11 @@ def _late_pruning(point: Point, run: RunConfig) -> Mapping[str, Any]:
     return {"encoder": run.encoder.model_copy(update={"late_pruning": LatePruningConfig(blocks=2)})}
 
 
+def _feature_sieve(point: Point, run: RunConfig) -> Mapping[str, Any]:
+    encoder = run.encoder.model_copy(update={"early_head": 1})
+    return {"encoder": encoder, "objective": SieveConfig(temperature=TEMPERATURE, forgetting_weight=10.0)}
+
+
 def _vicreg(point: Point, run: RunConfig) -> Mapping[str, Any]:
     return {"objective": VICRegConfig(), **_large_embedding(point, run)}
 
@@ -245,6 +251,7 @@ CURES: Final[Mapping[str, Cure]] = {
     "decoder": _objective(NTXentDecoderConfig(temperature=TEMPERATURE, decoder_weight=10.0)),
     "embedding of 512": _large_embedding,
     "late pruning": _late_pruning,
+    "feature sieve": _feature_sieve,
     "viewmaker": _viewmaker(),
     "viewmaker, rate 0.25": _viewmaker(budget=0.4, dropout_rate=0.25),
     "masked viewmaker": _masked_viewmaker,

@@ -422,8 +422,8 @@ class TrainingStep:
             views_a_BCHW=views_a,
             views_b_BCHW=views_b if batch.inputs_a is batch.inputs_b else None,
             masks_BHW=batch.masks_BHW,
-            z_a_BD=z_a_BD.detach(),
-            z_b_BD=z_b_BD.detach(),
+            z_a_BD=z_a_BD.detach()[:, : self._config.encoder.embedding_size],
+            z_b_BD=z_b_BD.detach()[:, : self._config.encoder.embedding_size],
             viewmaker_change=self._taken_change(),
         )
         return result, loss

@@ -22,7 +22,7 @@ from trainer.reports.table import Measurement, read_csv
 ROOT = Path(__file__).parents[2]
 FILED = "docs/suppression/accuracies.csv.gz"
 # Cures and settings that were not trained yet.
-NOT_ON_EVERY_SETTING = re.compile("SIGReg|late pruning|adversarial masks|ceiling: .*, joint")
+NOT_ON_EVERY_SETTING = re.compile("SIGReg|late pruning|feature sieve|adversarial masks|ceiling: .*, joint")
 NOT_FILED = {"Boolean features", "Boolean features, correlated", "Digits in two modalities"}
 NOT_IN_THE_STUDY = "near neighbours"  # a cure whose code is gone
 

@@ -17,12 +17,12 @@ from trainer.objectives import ObjectiveInputs, ViewPair
 NUM_STEPS, NUM_SAMPLES, SIZE = 2, 8, 6
 VIEWS = ("a", "b", "further")
 
-IN_CHUNKS = ("nt_xent", "nt_xent_published", "split", "dcl", "macl", "ifm")
+IN_CHUNKS = ("nt_xent", "nt_xent_published", "split", "dcl", "macl", "ifm", "sieve")
 
 # Settings by the name of a case, whose first word is the kind.
 CASES: dict[str, str] = {
     **dict.fromkeys(("nt_xent", "nt_xent_published", "info_nce", "split", "linear", "barlow_twins", "simsiam"), ""),
-    **dict.fromkeys(("symmetric_info_nce", "dcl", "macl", "ifm", "vicreg", "sigreg"), ""),
+    **dict.fromkeys(("symmetric_info_nce", "dcl", "macl", "ifm", "vicreg", "sigreg", "sieve"), ""),
     **{f"{kind} in chunks": "chunk_size=3" for kind in IN_CHUNKS},
     "barlow_twins unbiased": "unbiased=true",
     "symmetric_info_nce mean": "total=mean chunk_size=3",
@@ -34,6 +34,7 @@ CASES: dict[str, str] = {
     "byol": "predictor.hidden_sizes=[8]",
     **dict.fromkeys(("dino", "dino of three views"), "num_prototypes=12"),
     **dict.fromkeys(("supervised", "supervised of three views", "joint_contrastive"), "label=digit"),
+    "nt_xent of three views": "negatives=samples",
 }
 
 
@@ -48,6 +49,8 @@ def one_case(case: str) -> Numbers:
     """
     kind = case.split()[0]
     overrides = [f"objective.kind={kind}", *(f"objective.{setting}" for setting in CASES[case].split())]
+    if kind == "sieve":
+        overrides.append("encoder.early_head=1")
     config = resolve_recipe("debug:image", [*overrides, f"global_batch_size={NUM_SAMPLES}"]).objective
     with _in_float64():
         encoder = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, SIZE))

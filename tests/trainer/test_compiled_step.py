@@ -103,6 +103,7 @@ CASES = [  # objectives are not compiled
     *(("debug:image", [f"views.kind={kind}", CONVNET]) for kind in ("expert_image", "random_mask", "channel_dropout")),
     *(("debug:viewmaker", [*overrides, CONVNET]) for overrides in GAMES),
     ("debug:viewmaker", ["views={kind: adversarial_mask}", CONVNET]),
+    ("debug:image", [CONVNET, "objective.kind=sieve", "encoder.early_head=1"]),
 ]
 
 

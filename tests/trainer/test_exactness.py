@@ -45,13 +45,14 @@ OBJECTIVES = {
     "nt_xent_cycle": ["objective.period_epochs=3"],
     "nt_xent_decoder": ["objective.decoder.hidden_sizes=[8]", "objective.target_size=4"],
     "vicreg": [],
+    "sieve": ["encoder.early_head=1"],
     "sigreg": ["objective.num_projections=9"],
     "byol": ["objective.predictor.hidden_sizes=[8]"],
     "dino": ["objective.num_prototypes=12"],
     "supervised": ["objective.label=digit"],
     "joint_contrastive": ["objective.label=digit"],
 }
-CHUNKED = {"nt_xent", "nt_xent_published", "nt_xent_cycle", "nt_xent_decoder"}
+CHUNKED = {"sieve", "nt_xent", "nt_xent_published", "nt_xent_cycle", "nt_xent_decoder"}
 CHUNKED |= {"split", "symmetric_info_nce", "dcl", "macl", "ifm", "joint_contrastive"}
 SMALL = "{kind: viewmaker, base_width: 4, num_res_blocks: 1}"
 TRANSFORMER = (
@@ -122,12 +123,13 @@ OTHERS: dict[str, tuple[Callable[[str, list[str]], RunConfig], str, list[str]]] 
     "transformer_pruned_late": (configure_game, "nt_xent", [TRANSFORMER, "encoder.late_pruning={}"]),
     "transformer": (configure_game, "nt_xent", [TRANSFORMER]),
     "split_batch_norm": (configure_game, "nt_xent", ["encoder.batch_norm=split", "encoder.batch_norm_splits=2"]),
+    "sieve": (configure_game, "sieve", ["encoder.early_head=2"]),
     "samples_as_negatives": (configure_game, "nt_xent", [CONVNET, "objective.negatives=samples"]),
     "two_sizes": (configure_multi_crop, "dino", []),
     "two_sizes_by_label": (configure_multi_crop, "supervised", []),
     "two_sizes_of_normal_embeddings": (configure_multi_crop, "sigreg", []),
 }
-CUT = ["resnet", "in_turns", "transformer", "split_batch_norm", "two_sizes", "pruned_late"]
+CUT = ["resnet", "in_turns", "transformer", "split_batch_norm", "two_sizes", "pruned_late", "sieve"]
 ENGINES = [(name, "fsdp" if name in CUT else "ddp") for name in OTHERS]
 
 

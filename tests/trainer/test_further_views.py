@@ -116,7 +116,7 @@ def test_an_objective_of_samples_gets_the_pictures_without_a_view() -> None:
 @pytest.mark.parametrize(
     ("recipe", "override", "why"),
     [
-        ("debug:image", "encoder.late_pruning={}", "an objective of views alone"),
+        ("debug:image", "encoder.late_pruning={}", "and takes no samples"),
         ("debug:audio", "name=sounds", "is for pictures, not for sounds"),
     ],
 )

@@ -55,6 +55,7 @@ every_case = pytest.mark.parametrize(
         ("debug:image", ["views.kind=random_mask", "objective.negatives=samples", CONVNET], 1),
         ("debug:image", ["views.kind=channel_dropout", CONVNET], 1),
         ("debug:image", ["encoder.late_pruning={}", CONVNET], 1),
+        ("debug:image", [CONVNET, "objective.kind=sieve", "encoder.early_head=1"], 1),
         ("debug:image", ["optimizer.kind=adamw", CONVNET], 1),
         ("debug:viewmaker", ["views={kind: adversarial_mask}", CONVNET], 1),
         ("debug:viewmaker", ["adversary.freeze_step=5", CONVNET], 2),

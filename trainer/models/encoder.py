@@ -24,10 +24,21 @@ from torch.optim.swa_utils import AveragedModel
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.kinds import KindConfig, Kinds
-from data_pipeline.core.schema import BatchSize, CountOrZero, ImageSize, InputMean, InputStd, LayerSize, Line, Schema
+from data_pipeline.core.schema import (
+    BatchSize,
+    Count,
+    CountOrZero,
+    ImageSize,
+    InputMean,
+    InputStd,
+    LayerSize,
+    Line,
+    Schema,
+)
 from trainer.distributed.collectives import is_distributed
 from trainer.models.batch_norm import depends_on_row_order, grouped_statistics
 from trainer.models.convnet import ConvNet
+from trainer.models.early_head import EarlyHead
 from trainer.models.heads import HeadConfig, build_head
 from trainer.models.late_pruning import LatePruningConfig, prune_late
 from trainer.models.resnet import Init, blocks_of_depth, resnet_trunk, wide_resnet_trunk
@@ -73,6 +84,8 @@ class BaseEncoderConfig(KindConfig):
     probe_reads: whether the linear probe reads every value of the trunk's last map, or the pooled map.
     late_pruning: in training, the last blocks encode the second view with a random part of their weights, which each
         step draws; None for all weights. See `trainer.models.late_pruning`.
+    early_head: the number of the block, from 1, that in training adds columns to the embedding, for the objective
+        `sieve`; None for none. See `trainer.models.early_head`.
     frozen_stages: the stem and this number of stages (of a transformer of timm: blocks) are kept as they begin, with
         the running statistics of their batch norm; 0 for the stem alone, None to train all.
     weights: the weights with which the trunk begins; None draws them. A file of torch or safetensors, an export, a
@@ -98,6 +111,7 @@ class BaseEncoderConfig(KindConfig):
     std: tuple[InputStd, ...] | None = None
     probe_reads: Literal["map", "pooled"] = "map"
     late_pruning: LatePruningConfig | None = None
+    early_head: Count | None = None
     frozen_stages: CountOrZero | None = None
     weights: Line | None = None
     weights_normalization: Literal["own", "config"] = "own"
@@ -106,12 +120,14 @@ class BaseEncoderConfig(KindConfig):
     weights_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
 
     def check(self, run: Any) -> None:
+        if self.early_head is not None and run.objective.kind != "sieve":
+            raise ValueError("encoder.early_head is for the objective sieve; set objective.kind=sieve, or it to null")
         if self.late_pruning is None:
             return
         if run.views.num_further or run.objective.takes_samples or not run.objective.trains_second_view:
             raise ValueError(
                 "encoder.late_pruning prunes the second of two views, so it needs views without further ones and an "
-                "objective of views alone that trains the second; choose others, or set encoder.late_pruning=null"
+                "objective that trains the second view and takes no samples; choose others, or set it to null"
             )
         if self.batch_norm != "synchronized":
             raise ValueError(
@@ -335,11 +351,13 @@ class Encoder(nn.Module):
         normalization: Normalization | None,
         probe_reads: Literal["map", "pooled"] = "map",
         config: EncoderConfig | None = None,
+        early_head: EarlyHead | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.trunk = trunk
         self.head = head
+        self.early_head = early_head
         self.normalization = normalization
         self._probe_reads = probe_reads
         unknown = (math.nan,) * in_channels
@@ -349,7 +367,7 @@ class Encoder(nn.Module):
         self.register_buffer("std_C11", torch.tensor(std).view(in_channels, 1, 1), persistent=False)
 
     def forward(self, views_BCHW: Tensor, num_groups: int = 1) -> Tensor:
-        """Return embeddings (B, D) for an objective; they do not have unit length.
+        """Return embeddings (B, D) for an objective; they do not have unit length. An early head adds columns.
 
         In training, batch norm treats each of `num_groups` equal runs of rows as a separate batch, one after the other.
         If all batch norms are synchronised, the groups pass together on a GPU and over ranks, which needs fewer kernels
@@ -368,9 +386,13 @@ class Encoder(nn.Module):
         return torch.cat([self._embed(group_BCHW) for group_BCHW in views_BCHW.chunk(num_groups)])
 
     def _embed(self, views_BCHW: Tensor) -> Tensor:
-        pooled_BC = self.pooled(views_BCHW)
+        early_head, outputs = self.early_head if self.training else None, list[Tensor]()
+        with contextlib.nullcontext() if early_head is None else early_head.reading(self.trunk, into=outputs):
+            pooled_BC = self.pooled(views_BCHW)
         with torch.autocast(pooled_BC.device.type, enabled=False):
             embeddings_BD: Tensor = self.head(pooled_BC)
+            if early_head is not None:
+                embeddings_BD = torch.cat([embeddings_BD, early_head(_at_least_float32(outputs[0]))], dim=1)
         return embeddings_BD
 
     def features(self, views_BCHW: Tensor) -> Tensor:
@@ -465,6 +487,7 @@ def build_encoder(config: EncoderConfig, *, normalization: Normalization | None 
         trunk.freeze(config.frozen_stages)
     head_norm: Literal["synchronized", "local"] = "local" if config.batch_norm == "local" else "synchronized"
     head = build_head(config.head, trunk.num_channels, config.embedding_size, batch_norm=head_norm)
+    early_head = None if config.early_head is None else EarlyHead(trunk, config.early_head, config.embedding_size)
     normalization = config.normalization or normalization
     if normalization is not None:
         config = config.model_copy(update={"mean": normalization.mean, "std": normalization.std})
@@ -475,6 +498,7 @@ def build_encoder(config: EncoderConfig, *, normalization: Normalization | None 
         normalization=normalization,
         probe_reads=config.probe_reads,
         config=config,
+        early_head=early_head,
     )
 
 

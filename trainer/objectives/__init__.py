@@ -32,6 +32,7 @@ from trainer.objectives.objective import (
     ViewPair,
 )
 from trainer.objectives.published_nt_xent import PublishedNTXentConfig, published_nt_xent_loss
+from trainer.objectives.sieve import SieveConfig, sieve_loss
 from trainer.objectives.sigreg import SIGRegConfig, sigreg_loss
 from trainer.objectives.simsiam import SimSiamConfig, simsiam_loss
 from trainer.objectives.split_loss import SplitLossConfig, split_loss
@@ -62,6 +63,7 @@ __all__ = [
     "PublishedNTXentConfig",
     "PureObjective",
     "SIGRegConfig",
+    "SieveConfig",
     "SimSiamConfig",
     "SplitLossConfig",
     "SupervisedConfig",
@@ -80,6 +82,7 @@ __all__ = [
     "macl_loss",
     "nt_xent_loss",
     "published_nt_xent_loss",
+    "sieve_loss",
     "sigreg_loss",
     "simsiam_loss",
     "split_loss",

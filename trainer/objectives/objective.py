@@ -32,6 +32,7 @@ OBJECTIVES: Final[Mapping[str, str]] = {
     "ifm": "trainer.objectives.ifm:IFMConfig",
     "nt_xent_cycle": "trainer.objectives.nt_xent_cycle:NTXentCycleConfig",
     "nt_xent_decoder": "trainer.objectives.nt_xent_decoder:NTXentDecoderConfig",
+    "sieve": "trainer.objectives.sieve:SieveConfig",
     "vicreg": "trainer.objectives.vicreg:VICRegConfig",
     "sigreg": "trainer.objectives.sigreg:SIGRegConfig",
     "byol": "trainer.objectives.byol:BYOLConfig",
