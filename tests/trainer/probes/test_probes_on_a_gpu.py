@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from configs import resolve_recipe
+from tests.old_versions import needs_gpu_tensors_without_data
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from tests.trainer.test_on_a_gpu import CUDA, Waits, on_the_gpu, tensors_without_data
 from trainer.modules import build_modules
@@ -68,6 +69,7 @@ def pair(directory: Path, num_train: int, overlay: Any = "online") -> tuple[Pict
 
 
 @pytest.mark.slow
+@needs_gpu_tensors_without_data
 @pytest.mark.usefixtures("_without_a_gpu")
 @pytest.mark.parametrize(("overlay", "views"), [("online", "policy"), ("baked", "none")])
 def test_a_probe_waits_once_an_epoch_and_not_once_a_step(
@@ -112,6 +114,7 @@ def test_samples_and_overlays_are_copied_to_a_device(write: Any, tmp_path: Path)
         assert {tensor.device.type for tensor in tensors} == {device}
 
 
+@needs_gpu_tensors_without_data
 @pytest.mark.usefixtures("_without_a_gpu")
 def test_features_and_votes_wait_for_nothing() -> None:
     encoder = build_modules(resolve_recipe("debug:image", [])).encoder.eval()
