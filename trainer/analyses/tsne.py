@@ -55,23 +55,16 @@ def measure(loaded: LoadedRun, config: TSNEConfig) -> tuple[TSNEResult, bytes]:
     figure = Figure(figsize=(6.4 * max(1, len(labels)), 5), layout="constrained")
     panels = figure.subplots(1, max(1, len(labels)), squeeze=False)[0]
     for axes in panels:
-        axes.scatter(*points_N2.T, s=9, color="lightgrey", linewidths=0)  # stays where a sample has no label
+        axes.scatter(*points_N2.T, s=14, color="lightgrey", linewidths=0)  # stays where a sample has no label
         axes.set(xticks=[], yticks=[])
     for axes, (space, label_N) in zip(panels, labels.items(), strict=False):
         names = test.class_names(space)
         for number, name in enumerate(names):
             color = colormaps["tab10"](number) if len(names) <= 10 else colormaps["turbo"](number / len(names))
-            axes.scatter(*points_N2[label_N == number].T, s=9, linewidths=0, color=color, label=name)
+            axes.scatter(*points_N2[label_N == number].T, s=14, linewidths=0, color=color, label=name)
         title = test.manifest.labels[space].title or f"{space} label"
         axes.set_title(f"{title}: silhouette of the features {shown(scores[space], '.3f')}", fontsize=11)
-        axes.legend(
-            loc="center left",
-            bbox_to_anchor=(1, 0.5),
-            frameon=False,
-            fontsize=9,
-            markerscale=2,
-            ncols=1 + len(names) // 17,
-        )
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=9, ncols=1 + len(names) // 17)
     return TSNEResult(config=config, silhouette=scores, **loaded.facts), to_png(figure)
 
 

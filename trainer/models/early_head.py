@@ -40,7 +40,7 @@ class EarlyHead(nn.Module):
         if len(blocks) < block:
             raise UserError(
                 f"encoder.early_head is block {block}, but this encoder has {len(blocks)} blocks (one of your own "
-                "names them in Trunk.blocks); set a lower number, or null"
+                "names them in Trunk.blocks); set a lower number, or 0"
             )
         super().__init__()
         self._number = block - 1
@@ -61,6 +61,5 @@ class EarlyHead(nn.Module):
 
         `output` is a map (B, C, H, W), tokens (B, T, C) or rows (B, C).
         """
-        means = {2: lambda: output, 3: lambda: output.mean(1), 4: lambda: output.mean((2, 3))}
-        pooled_BC = means[output.dim()]()
+        pooled_BC = output.mean((2, 3)) if output.dim() == 4 else output.mean(1) if output.dim() == 3 else output
         return torch.cat(self.layers(torch.cat([pooled_BC.detach(), pooled_BC])).chunk(2), dim=1)

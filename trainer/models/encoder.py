@@ -24,17 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.kinds import KindConfig, Kinds
-from data_pipeline.core.schema import (
-    BatchSize,
-    Count,
-    CountOrZero,
-    ImageSize,
-    InputMean,
-    InputStd,
-    LayerSize,
-    Line,
-    Schema,
-)
+from data_pipeline.core.schema import BatchSize, CountOrZero, ImageSize, InputMean, InputStd, LayerSize, Line, Schema
 from trainer.distributed.collectives import is_distributed
 from trainer.models.batch_norm import depends_on_row_order, grouped_statistics
 from trainer.models.convnet import ConvNet
@@ -85,7 +75,7 @@ class BaseEncoderConfig(KindConfig):
     late_pruning: in training, the last blocks encode the second view with a random part of their weights, which each
         step draws; None for all weights. See `trainer.models.late_pruning`.
     early_head: the number of the block, from 1, that in training adds columns to the embedding, for the objective
-        `sieve`; None for none. See `trainer.models.early_head`.
+        `sieve`; 0 for none. See `trainer.models.early_head`.
     frozen_stages: the stem and this number of stages (of a transformer of timm: blocks) are kept as they begin, with
         the running statistics of their batch norm; 0 for the stem alone, None to train all.
     weights: the weights with which the trunk begins; None draws them. A file of torch or safetensors, an export, a
@@ -111,7 +101,7 @@ class BaseEncoderConfig(KindConfig):
     std: tuple[InputStd, ...] | None = None
     probe_reads: Literal["map", "pooled"] = "map"
     late_pruning: LatePruningConfig | None = None
-    early_head: Count | None = None
+    early_head: CountOrZero = 0
     frozen_stages: CountOrZero | None = None
     weights: Line | None = None
     weights_normalization: Literal["own", "config"] = "own"
@@ -120,8 +110,8 @@ class BaseEncoderConfig(KindConfig):
     weights_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
 
     def check(self, run: Any) -> None:
-        if self.early_head is not None and run.objective.kind != "sieve":
-            raise ValueError("encoder.early_head is for the objective sieve; set objective.kind=sieve, or it to null")
+        if self.early_head and run.objective.kind != "sieve":
+            raise ValueError("encoder.early_head is for the objective sieve; set objective.kind=sieve, or it to 0")
         if self.late_pruning is None:
             return
         if run.views.num_further or run.objective.takes_samples or not run.objective.trains_second_view:
@@ -386,7 +376,8 @@ class Encoder(nn.Module):
         return torch.cat([self._embed(group_BCHW) for group_BCHW in views_BCHW.chunk(num_groups)])
 
     def _embed(self, views_BCHW: Tensor) -> Tensor:
-        early_head, outputs = self.early_head if self.training else None, list[Tensor]()
+        early_head = self.early_head if self.training else None
+        outputs: list[Tensor] = []
         with contextlib.nullcontext() if early_head is None else early_head.reading(self.trunk, into=outputs):
             pooled_BC = self.pooled(views_BCHW)
         with torch.autocast(pooled_BC.device.type, enabled=False):
@@ -487,7 +478,7 @@ def build_encoder(config: EncoderConfig, *, normalization: Normalization | None 
         trunk.freeze(config.frozen_stages)
     head_norm: Literal["synchronized", "local"] = "local" if config.batch_norm == "local" else "synchronized"
     head = build_head(config.head, trunk.num_channels, config.embedding_size, batch_norm=head_norm)
-    early_head = None if config.early_head is None else EarlyHead(trunk, config.early_head, config.embedding_size)
+    early_head = EarlyHead(trunk, config.early_head, config.embedding_size) if config.early_head else None
     normalization = config.normalization or normalization
     if normalization is not None:
         config = config.model_copy(update={"mean": normalization.mean, "std": normalization.std})

@@ -34,7 +34,7 @@ class SieveConfig(ContrastiveConfig):
     forgetting_weight: PositiveFactor = 1.0
 
     def check(self, run: Any) -> None:
-        if run.encoder.early_head is None:
+        if run.encoder.early_head == 0:
             raise ValueError("objective.kind=sieve reads an early head; set encoder.early_head=1, or a later block")
 
     def build(self, given: ObjectiveInputs) -> PureObjective:
