@@ -32,7 +32,7 @@ def claim(run_dir: RunDir, config: RunConfig, manifests: Manifests, *, accepted_
     check_manifests(config, manifests)
     is_new = not run_dir.config.is_file()
     if is_new and run_dir.path.exists() and any(path.name != LOCK_NAME for path in run_dir.path.iterdir()):
-        raise UserError(f"{run_dir.path} is not empty and is not a run directory; pass another directory")
+        raise UserError(f"{run_dir.path} is not empty and is not a run directory; pass another --run-dir")
     held = hold(run_dir)
     try:
         if run_dir.config.is_file():
@@ -44,7 +44,7 @@ def claim(run_dir: RunDir, config: RunConfig, manifests: Manifests, *, accepted_
         if found.step > 0:
             if (edited := edited_config(run_dir, config)) is not None:
                 raise UserError(
-                    f"{edited}; put the values back that {run_dir.provenance} shows, or pass another directory"
+                    f"{edited}; put the values back that {run_dir.provenance} shows, or pass another --run-dir"
                 )
             check_same_code(run_dir, config, manifests.datasets, step=found.step, accepted=accepted_data)
         if not run_dir.config.is_file() or read_run_config(run_dir) != config:
@@ -78,8 +78,7 @@ def _check_same_data(
     if found.step > num_steps:
         raise UserError(
             f"{run_dir.path} is at step {found.step}, but with the {num_samples} samples of {config.data.train_name} "
-            f"its {config.num_epochs} epochs end at step {num_steps}; put the old dataset back, or pass another "
-            "directory"
+            f"its {config.num_epochs} epochs end at step {num_steps}; put the old data back, or pass another --run-dir"
         )
 
 

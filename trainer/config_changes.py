@@ -33,7 +33,7 @@ def refuse_other_config(run_dir: RunDir, config: RunConfig) -> None:
     if keys := _fixed_settings_that_differ(read_run_config(run_dir), config):
         raise UserError(
             f"{run_dir.path} holds a run with another config (it differs in {', '.join(keys)}); pass another "
-            "directory, or remove this one"
+            "--run-dir, or remove this one"
         )
 
 
