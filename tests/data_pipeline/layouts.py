@@ -142,18 +142,8 @@ def class_folders(root: Path) -> None:
 
 
 @accepted(16)
-def train_and_test(root: Path) -> None:
-    write(root, animals("train/{c}/{i}.png") | animals("test/{c}/{i}.png", num=3, start=1_000))
-
-
-@accepted(16)
 def train_and_val(root: Path) -> None:
     write(root, animals("train/{c}/{i}.jpg") | animals("val/{c}/{i}.jpg", num=3, start=1_000))
-
-
-@accepted(16)
-def training_and_valid_in_capitals(root: Path) -> None:
-    write(root, animals("Training/{c}/{i}.jpg") | animals("Valid/{c}/{i}.jpg", num=3, start=1_000))
 
 
 @accepted(14, said=("val",))
@@ -190,30 +180,6 @@ def a_zip(root: Path) -> None:
         file.writestr("__MACOSX/animals/cat/._0.jpg", b"\0\x05\x16\x07")
 
 
-@accepted(12)
-def many_formats(root: Path) -> None:
-    kinds = {"gif": "GIF", "webp": "WEBP", "tiff": "TIFF", "avif": "AVIF", "jfif": "JPEG", "bmp": "BMP"}
-    write(
-        root,
-        {
-            f"{c}/{i}.{e}": encoded(100 * n + i, kind)
-            for n, c in enumerate(ANIMALS)
-            for i, (e, kind) in enumerate(kinds.items())
-        },
-    )
-
-
-@accepted(10, said=("CMYK", "I;16"))
-def many_modes(root: Path) -> None:
-    for n, c in enumerate(ANIMALS):
-        (root / c).mkdir()
-        for i, mode in enumerate(("L", "P", "RGBA")):
-            picture(10 * n + i, mode=mode).save(root / c / f"{mode}.png")
-        picture(10 * n + 3, mode="CMYK").save(root / c / "cmyk.jpg")
-        deep = np.asarray(picture(10 * n + 4, mode="L")).astype(np.uint16) * 257
-        Image.fromarray(deep).save(root / c / "deep.png")
-
-
 @accepted(10, said=("ignored files that are no picture (1)",))
 def a_sound_among_pictures(root: Path) -> None:
     write(root, animals("{c}/{i}.jpg") | {"cat/s.wav": sound(3)})
@@ -227,19 +193,6 @@ def metadata_csv(root: Path) -> None:
     table(root, "metadata.csv", "file_name,animal\nimg/{i}.jpg,{c}")
 
 
-@accepted(10, label="animal")
-def metadata_jsonl_in_each_split(root: Path) -> None:
-    for split, num, start in (("train", 6, 0), ("test", 4, 100)):
-        write(root, {f"{split}/{i}.png": encoded(start + i, "PNG") for i in range(num)})
-        rows = [json.dumps({"file_name": f"{i}.png", "animal": ANIMALS[i % 2]}) for i in range(num)]
-        write(root, {f"{split}/metadata.jsonl": "\n".join(rows)})
-
-
-@accepted(12, looked_at=("labels.csv",), label="animal")
-def csv_with_byte_order_mark(root: Path) -> None:
-    table(root, "labels.csv", "file,animal\nimg/{i}.jpg,{c}", "utf-8-sig")
-
-
 @accepted(12, looked_at=("labels.csv",), label="animal")
 def csv_of_excel_with_semicolons(root: Path) -> None:
     table(root, "labels.csv", "file;animal\nimg/{i}.jpg;{c}")
@@ -248,11 +201,6 @@ def csv_of_excel_with_semicolons(root: Path) -> None:
 @accepted(12, looked_at=("labels.csv",), label="animal")
 def csv_of_pandas_with_an_index(root: Path) -> None:
     table(root, "labels.csv", ",file,animal\n{i},img/{i}.jpg,{c}")
-
-
-@accepted(12, ("cat, small", "owl, small"), looked_at=("labels.csv",), label="animal")
-def csv_with_quotes(root: Path) -> None:
-    table(root, "labels.csv", '"file","animal"\n"img/{i}.jpg","{c}, small"')
 
 
 @accepted(12, ("0", "1", "2"), looked_at=("labels.csv",), label="grade", said=("4 ",))
@@ -336,13 +284,6 @@ def keys_with_dots(root: Path) -> None:
     shards(root, {f"{name}.jpg": encoded(i) for i, name in enumerate(names)})
 
 
-@accepted(12)
-def pax_tar_with_long_names(root: Path) -> None:
-    names = [f"{'folder/' * 20}{ANIMALS[i % 2]}/Käfer_{i}" for i in range(12)]
-    pairs = [(f"{n}.{e}", v) for i, n in enumerate(names) for e, v in (("jpg", encoded(i)), ("cls", ANIMALS[i % 2]))]
-    shards(root, dict(pairs), tarfile.PAX_FORMAT)
-
-
 # The Hub
 
 
@@ -360,21 +301,7 @@ def parquet_of_the_hub(root: Path) -> None:
         _table_of_the_hub(num, 100 * num).to_parquet(str(root / "data" / f"{split}-00000-of-00001.parquet"))
 
 
-@accepted(10)
-def dataset_on_disk(root: Path) -> None:
-    datasets = importlib.import_module("datasets")
-    parts = {split: _table_of_the_hub(num, 100 * num) for split, num in (("train", 6), ("test", 4))}
-    datasets.DatasetDict(parts).save_to_disk(str(root))
-
-
 # Sounds
-
-
-@accepted(12)
-def wav_of_all_kinds(root: Path) -> None:
-    kinds = {"PCM_U8": 1, "PCM_16": 2, "PCM_24": 1, "PCM_32": 2, "FLOAT": 1, "DOUBLE": 1}
-    for n, c in enumerate(ANIMALS):
-        write(root, {f"{c}/{k}.wav": sound(10 * n + i, coding=k, channels=s) for i, (k, s) in enumerate(kinds.items())})
 
 
 @accepted(12, looked_at=("train",), said=("16,000", "8,000"))
@@ -390,11 +317,6 @@ def flac_ogg_and_mp3(root: Path) -> None:
 @accepted(12, tuple("0123456789")[:3])
 def audiomnist(root: Path) -> None:
     write(root, {f"{s:02}/{d}_{s:02}_0.wav": sound(10 * s + d, rate=48_000) for s in range(1, 5) for d in range(3)})
-
-
-@accepted(12, tuple("0123456789")[:3])
-def free_spoken_digits(root: Path) -> None:
-    write(root, {f"recordings/{d}_jackson_{i}.wav": sound(10 * i + d) for i in range(4) for d in range(3)})
 
 
 @accepted(12)
@@ -444,8 +366,3 @@ def splits_one_by_one(root: Path) -> None:
 @refused("to draw a test split")
 def one_picture_of_a_class(root: Path) -> None:
     write(root, animals("{c}/{i}.jpg", num=1))
-
-
-@refused("to draw a test split")
-def two_pictures(root: Path) -> None:
-    write(root, {f"{i}.jpg": encoded(i) for i in range(2)})

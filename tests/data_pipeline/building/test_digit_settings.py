@@ -22,7 +22,7 @@ from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
 from data_pipeline.overlays import Overlaid
 from data_pipeline.overlays.registry import load_overlay
 from data_pipeline.overlays.second_digit import SecondDigit
-from data_pipeline.overlays.tiled_digit import TiledDigit, choose_digits, default_size
+from data_pipeline.overlays.tiled_digit import TiledDigit, choose_digits
 from data_pipeline.sources.digits import DigitSource, resize, sklearn_digits
 from data_pipeline.sources.placed_digits import PlacedDigits, PlacedDigitsOptions
 from data_pipeline.storage.manifest import OVERLAY_NAME, Manifest
@@ -214,10 +214,6 @@ def test_more_unique_digits_than_there_are_is_refused(unique: int) -> None:
 def test_tiles_of_which_none_is_whole_are_refused(size: int) -> None:
     with pytest.raises(UserError, match=rf"a digit of {size} pixels cannot be tiled over a picture of 32x32.* 8 to 16"):
         TiledDigit.of(equal_digits(), size=size, image_size=32)
-
-
-def test_the_default_size_is_the_published_one_in_proportion() -> None:
-    assert [default_size(size) for size in (32, 96, 224, 448)] == [16, 16, 28, 56]
 
 
 # --- as datasets

@@ -48,10 +48,8 @@ from data_pipeline.overlays.second_digit import SecondDigit
 from data_pipeline.overlays.shapes import Shapes, shape_mask
 from data_pipeline.overlays.shared_number import SharedNumber
 from data_pipeline.overlays.tiled_digit import TiledDigit
-from data_pipeline.sources.background import read_sounds
 from data_pipeline.sources.digits import resize, sklearn_digits
 from tests.data_pipeline.building.draws import CHI_SQUARE, chi_square, is_uniform, keys_of, random_pictures
-from tests.real_data import archive
 
 
 def as_pillow(picture_CHW: Tensor) -> Image.Image:
@@ -463,11 +461,6 @@ def test_letter_boxes_are_the_ink_of_the_four_glyphs() -> None:
 NUM_POINTS = 50_000
 
 
-@cache
-def recordings() -> tuple[Tensor, ...]:
-    return tuple(read_sounds(archive("noise"), sample_rate=48_000, num_points=NUM_POINTS))
-
-
 def toy_sounds(length: int = 1_000) -> list[Tensor]:
     """Three sounds that say where they are: class k rises from about k to k + 1."""
     return [1e-3 * (number + torch.arange(1, length + 1) / length) for number in range(3)]
@@ -486,27 +479,6 @@ def offsets_of(noise: Noise, keys: DrawKeys, *, length: int) -> tuple[Tensor, Te
     heard = scaled[overlaid.label_B[:, None], offset_B[:, None] + torch.arange(noise.num_points)]
     assert (overlaid.inputs - heard).abs().max() < 1e-6
     return overlaid.label_B, offset_B
-
-
-@pytest.mark.slow
-def test_the_published_crops_have_the_measured_loudness() -> None:
-    """Root mean squares of the six crops at 48 kHz and volume 0.05, measured with librosa; six are all there are."""
-    noise = Noise.of(recordings(), num_points=NUM_POINTS, volume=0.05, crop="first_or_last")
-    overlaid = noise(torch.zeros(100, NUM_POINTS), keys_of(range(100)))
-    assert overlaid.masks_BHW is None
-    loudness = overlaid.inputs.square().mean(dim=1).sqrt()
-    for label, expected in enumerate([(0.0083, 0.0061), (0.0030, 0.0066), (0.0092, 0.0086)]):
-        distance = (loudness[overlaid.label_B == label][:, None] - torch.tensor(expected)).abs()
-        assert distance.amin(dim=1).max() < 1e-4
-        assert distance.amin(dim=0).max() < 1e-4
-    assert len(torch.unique(overlaid.inputs, dim=0)) == 6
-    first = Noise.of(recordings(), num_points=NUM_POINTS, volume=0.05, crop="first")
-    behind = first(torch.zeros(20, NUM_POINTS), keys_of(range(20)))
-    for row, label in enumerate(behind.label_B.tolist()):
-        sound = recordings()[label].double()
-        torch.testing.assert_close(
-            behind.inputs[row].double(), 0.05 * sound[:NUM_POINTS] / sound.abs().max(), rtol=1e-6, atol=0
-        )
 
 
 @pytest.mark.parametrize("crop", ["first", "first_or_last", "random_offset"])

@@ -19,7 +19,6 @@ from data_pipeline.building.tar_scan import measured_rows
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.loading.decode import decode
-from data_pipeline.storage.locations import INDEX_NAME
 from data_pipeline.storage.manifest import Fields
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.tar_headers import LINKS, read_contents
@@ -167,16 +166,6 @@ def test_numbers_are_labels_as_their_writers_mean_them(
     manifest, _ = make_index(str(tars), tmp_path / "index", fields=Fields(labels={"base": "json:y"}), size=16)
     assert manifest.labels["base"].classes == classes
     assert decode(SampleStore(tmp_path / "index"), np.arange(len(values))).labels["base"].tolist() == labels
-
-
-def test_a_test_set_without_labels_may_say_so_by_minus_one(tmp_path: Path) -> None:
-    fields = Fields(labels={"base": "json:y"})
-    train = with_json_labels(tmp_path / "train", [0, 1, 2])
-    make_index(str(train), train / INDEX_NAME, fields=fields, size=16)
-    test = indexed(with_json_labels(tmp_path / "test", [-1, 1]), tmp_path / "t", fields=fields, classes_of=train)
-    assert decode(test, np.arange(2)).labels["base"].tolist() == [NO_LABEL, 1]
-    manifest, _ = make_index(str(with_json_labels(tmp_path / "none", [-1, -1])), tmp_path / "n", fields=fields, size=16)
-    assert not manifest.labels
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from data_pipeline.building.build import build_dataset
-from data_pipeline.core.errors import UserError
 from data_pipeline.core.randomness import generator
 from data_pipeline.sources.trifeature import COLOURS, SHAPES, TEXTURES, Trifeature, TrifeatureOptions, draw
 from data_pipeline.storage.store import SampleStore
@@ -95,18 +94,6 @@ def test_a_shape_has_its_size_and_lies_in_the_picture(size: int) -> None:
         assert (edge == BACKGROUND).mean() > 0.9
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"correlated": "colours"}, "it must be 'texture,colour', 'texture' or 'colour'"),
-        ({"image_size": 32}, "it must be greater than or equal to 48"),
-    ],
-)
-def test_options_out_of_range_are_refused(options: dict[str, str | int], message: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=message):
-        build_dataset("trifeature", tmp_path / "out", source_options=options)
-
-
 def test_trifeature_is_a_dataset_of_three_labels(tmp_path: Path) -> None:
     options = {"correlation": "1", "correlated": "colour"}
     manifest = build_dataset("trifeature", tmp_path / "one", limit=60, source_options=options)
@@ -123,8 +110,3 @@ def test_trifeature_is_a_dataset_of_three_labels(tmp_path: Path) -> None:
         found = decode_sample(store, number).labels
         assert found["colour"] == found["base"]
     assert find_problems(tmp_path / "one") == []
-
-
-def test_trifeature_takes_overlays(tmp_path: Path) -> None:
-    manifest = build_dataset("trifeature_letters", tmp_path / "letters", limit=10, source_options={"image_size": 48})
-    assert set(manifest.labels) == {"base", "texture", "colour", "overlay"}

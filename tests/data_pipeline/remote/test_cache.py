@@ -6,7 +6,6 @@ import hashlib
 import logging
 import multiprocessing
 import os
-import resource
 import signal
 import tempfile
 import time
@@ -200,22 +199,6 @@ def test_the_limit_is_of_all_datasets_and_of_nothing_else(server: FaultyServer, 
 def test_a_cache_that_cannot_hold_a_shard_is_told_before_training(server: FaultyServer, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cache_gigabytes"):
         cache_of(server, tmp_path / "cache", num_shards=0.9).max_files(np.full(2, SHARD_BYTES))
-
-
-def test_a_disk_that_fills_is_told(server: FaultyServer, tmp_path: Path) -> None:
-    """A limit on the size of a file stands in for the disk: it needs no privilege, and fails in the same place."""
-    cache = cache_of(server, tmp_path / "cache")
-
-    def fetch_with_little_room() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
-        with pytest.raises(OSError, match="File too large"):
-            cache.shard(SHARDS[1])
-
-    process = in_process(fetch_with_little_room)
-    process.join(20)
-    assert process.exitcode == 0
-    assert not cached_names(tmp_path / "cache")
 
 
 def test_without_a_cache_dir_copies_are_the_users_own(server: FaultyServer, temporary: Path) -> None:

@@ -9,7 +9,6 @@ from data_pipeline.__main__ import main
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.stream import ReadConfig, Stream
 from tests.data_pipeline.random_shards import write_dataset
-from tests.tiny_data import write_tiny_dataset, write_tiny_sounds
 
 NUM_STEPS = 6
 
@@ -62,19 +61,6 @@ def test_several_directories_are_a_mixture(directory: Path, tmp_path: Path, caps
     assert sum(key < 25 for key in keys) == 3 * num_steps
     with pytest.raises(UserError, match=r"--weights must be 2 positive numbers, one for each DIR, got \[1\.0\]"):
         traced(directory, capsys, "--weights", "1", more=[tmp_path / "more"])
-
-
-def test_directories_that_training_would_not_mix_are_refused(
-    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_tiny_sounds(tmp_path / "sounds", num_samples=40)
-    write_tiny_dataset(tmp_path / "larger", num_samples=40)
-    for more, message in (
-        (tmp_path / "sounds", r"sounds differ in medium \(picture and sound\)"),
-        (tmp_path / "larger", r"differ in input shape \(\(3, 8, 8\) and \(3, 16, 16\)\)"),
-    ):
-        with pytest.raises(UserError, match=message):
-            traced(directory, capsys, more=[more])
 
 
 @pytest.mark.parametrize(
