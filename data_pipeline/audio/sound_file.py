@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 LEAST_SECONDS: Final = 0.1  # of a sound that is not remarked as short
 SILENT: Final = "is silent"  # a remark
 _MORE_THAN_16_BITS: Final = frozenset({"PCM_24", "PCM_32", "FLOAT", "DOUBLE"})
-_CLIPPED: Final = "goes beyond full scale and is clipped"
 _UNKNOWN_SIZE: Final = 0x7FFF_0000  # a size at or above this is from a program that could not seek back to write it
 _LARGEST_DENOMINATOR: Final = 1_000  # of a ratio of two rates; the filters of a larger one would fill the memory
 
@@ -84,8 +83,6 @@ def read_sound(data: bytes, *, sample_rate: int | None = None) -> tuple[NDArray[
     if sample_rate is not None and sample_rate != facts.sample_rate:
         points_X = resample(points_X, from_rate=facts.sample_rate, to_rate=sample_rate)
         remarks.append(f"has {facts.sample_rate} points a second and is resampled to {sample_rate}")
-        if np.abs(points_X).max() > 1 and _CLIPPED not in remarks:
-            remarks.append(_CLIPPED)
     return _in_16_bits(points_X), replace(facts, remarks=tuple(remarks))
 
 
@@ -128,7 +125,7 @@ def _decoded(file: IO[bytes]) -> tuple[SoundFacts, NDArray[np.float64]]:
         raise ValueError("it holds points that are no finite numbers")
     remarks = list(facts.remarks)
     if np.abs(points_X).max() > 1:
-        remarks.append(_CLIPPED)
+        remarks.append("goes beyond full scale and is clipped")
     if not np.ptp(_in_16_bits(points_X)):
         remarks.append(SILENT)
     return replace(facts, num_points=len(points_X), remarks=tuple(remarks)), points_X
@@ -139,7 +136,7 @@ def _opened(file: IO[bytes]) -> Iterator[tuple[soundfile.SoundFile, SoundFacts]]
     """Open a file of a sound, with the facts of its header. Raises `ValueError` if it cannot be opened or read."""
     import soundfile  # here, because it takes a third of a second, and training does not need it
 
-    has_wrong_length = _has_wrong_length(file)
+    _check_wav(file)
     file.seek(0)
     try:
         sound = soundfile.SoundFile(file)
@@ -149,8 +146,6 @@ def _opened(file: IO[bytes]) -> Iterator[tuple[soundfile.SoundFile, SoundFacts]]
         if sound.frames <= 0 or sound.samplerate <= 0:
             raise ValueError("it holds no sound")
         remarks = []
-        if has_wrong_length:
-            remarks.append("has a header with a wrong length, so all that is there is read")
         if sound.channels > 1:
             remarks.append(f"has {sound.channels} channels, which are mixed down")
         if sound.subtype in _MORE_THAN_16_BITS:
@@ -170,11 +165,10 @@ def _check_length(num_read: int, facts: SoundFacts) -> None:
         raise ValueError(f"it is cut off: {num_read} of {facts.num_points} points are there")
 
 
-def _has_wrong_length(file: IO[bytes]) -> bool:
-    """Return whether the header of a WAV promises more than is there; libsndfile reads what is there.
+def _check_wav(file: IO[bytes]) -> None:
+    """Raise `ValueError` if a WAV is cut off: both lengths in its header, of file and sound, are more than there is.
 
-    A file is cut off if both lengths in its header, of the file and of the sound, are more than there is. Otherwise a
-    program could not seek back to write them. Raises `ValueError` if a file is cut off.
+    Otherwise a program could not seek back to write them, and libsndfile reads what is there.
     """
     num_bytes = file.seek(0, os.SEEK_END)
     file.seek(0)
@@ -186,7 +180,6 @@ def _has_wrong_length(file: IO[bytes]) -> bool:
             there = num_bytes - start
             if there < declared < _UNKNOWN_SIZE and outer + 8 > num_bytes:
                 raise ValueError(f"it is cut off: {there} of {declared} bytes of sound are there")
-            return bool(there < declared)
+            return
         start += declared + declared % 2 + 8
         file.seek(start - 8)
-    return False

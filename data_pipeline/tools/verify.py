@@ -46,14 +46,10 @@ def verify(location: str | Path, report: Callable[[str], object]) -> tuple[Manif
     - Pictures or sounds and masks decode and fit the manifest.
     - The counts of labels, and the mean and std of all values, agree with the samples.
 
-    Raises `UserError` if `location` holds no dataset.
+    Raises `UserError` if `location` holds no dataset, or one that cannot be opened.
     """
     manifest = read_manifest(location, config=_REMOTE)
-    try:
-        store = SampleStore(location, remote=_REMOTE, manifest=manifest, surveys=False)
-    except UserError as error:
-        report(f"{location}: {error}")
-        return manifest, 0
+    store = SampleStore(location, remote=_REMOTE, manifest=manifest, surveys=False)
     for problem in _wrong_files(store):
         report(problem)
     num_sound, are_sound = 0, True

@@ -127,20 +127,17 @@ EXTRA = struct.pack("<4sI", b"LIST", 7) + b"1234567\0"
 
 
 @pytest.mark.parametrize(
-    ("data", "is_wrong"),
+    "data",
     [
-        (wav(), False),
-        (wav(before=EXTRA, after=EXTRA), False),
-        (wav(data_size=0xFFFF_FFFF, riff_size=0xFFFF_FFFF), True),
-        (wav(data_size=0x7FFF_F000, before=EXTRA), True),
-        (wav(data_size=9_000), True),
-        (wav(riff_size=3), False),
+        wav(before=EXTRA, after=EXTRA),
+        wav(data_size=0xFFFF_FFFF, riff_size=0xFFFF_FFFF),
+        wav(data_size=0x7FFF_F000, before=EXTRA),
+        wav(data_size=9_000),
+        wav(riff_size=3),
     ],
 )
-def test_what_is_there_is_read_if_a_header_gives_a_wrong_length(data: bytes, *, is_wrong: bool) -> None:
-    points, facts = read_sound(data)
-    assert np.array_equal(points, read_sound(wav())[0])
-    assert any("wrong length" in remark for remark in facts.remarks) == is_wrong
+def test_what_is_there_is_read_if_a_header_gives_a_wrong_length(data: bytes) -> None:
+    assert np.array_equal(read_sound(data)[0], read_sound(wav())[0])
     assert sound_facts(io.BytesIO(data)).num_points == 1_000
 
 
@@ -160,15 +157,6 @@ def test_odd_sounds_are_remarked(data: bytes, remark: str) -> None:
     assert remark in facts.remarks
     assert remark in sound_facts(io.BytesIO(data), full=True).remarks
     assert np.abs(points.astype(int)).max() <= 32_768
-
-
-def test_what_is_clipped_is_what_is_stored() -> None:
-    square = np.where(np.arange(4_000) % 100 < 50, 0.999, -0.999)
-    beyond = [
-        read_sound(encoded("WAV", "FLOAT", points), sample_rate=rate)[1].remarks
-        for points, rate in ((square, RATE), (square, 11_025), (np.stack([1.5 * square, -square], axis=1), RATE))
-    ]
-    assert ["goes beyond full scale and is clipped" in remarks for remarks in beyond] == [False, True, False]
 
 
 @pytest.mark.parametrize(

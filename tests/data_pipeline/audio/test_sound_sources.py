@@ -108,19 +108,12 @@ def test_each_speaker_can_be_the_test_speaker(recordings: Path) -> None:
 def test_wrong_recordings_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere .*https://github.com/Jakobovski"):
         Fsdd(tmp_path / "nowhere", split="train")
-    with pytest.raises(UserError, match=r"holds no sounds .*https://github.com/Jakobovski"):
-        Fsdd(tmp_path, split="train")
     write_points(tmp_path / "0_theo_0.wav", rate=8_000)
     with pytest.raises(UserError, match="holds only one speaker, theo"):
         Fsdd(tmp_path, split="train", test_speaker="theo")
     write_points(tmp_path / "1_george_0.wav", rate=48_000)
     with pytest.raises(UserError, match='no speaker "teho"; did you mean "theo"'):
         Fsdd(tmp_path, split="train", test_speaker="teho")
-    source = Fsdd(tmp_path, split="train", test_speaker="theo")
-    assert len(source[0].content) == 2  # 10 points at 48,000 a second
-    (tmp_path / "1_george_0.wav").write_text("an error page of a server")
-    with pytest.raises(UserError, match=r"1_george_0\.wav cannot be read, because it is no sound"):
-        source[0]
     write_points(tmp_path / "one_george.wav")
     with pytest.raises(UserError, match=r"one_george\.wav is not named"):
         Fsdd(tmp_path, split="train", test_speaker="theo")

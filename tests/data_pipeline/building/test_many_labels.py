@@ -156,29 +156,6 @@ def test_a_flat_folder_is_a_dataset_without_labels(tmp_path: Path, caplog: pytes
     assert not caplog.messages
 
 
-def test_a_dataset_whose_labels_have_changed_is_not_built_on(tmp_path: Path) -> None:
-    table, _ = hospital(tmp_path / "pics")
-    arguments: dict[str, Any] = {"root": tmp_path / "pics", "source_options": {"labels": str(table)}}
-    before = build_dataset("folder", tmp_path / "one", **arguments)
-    table.write_text(table.read_text().replace("Ulm", "Jena"))
-    again = build_dataset("folder", tmp_path / "two", **arguments)
-    assert again.how_made.source_sha256 != before.how_made.source_sha256
-    with pytest.raises(UserError, match="was built from other data"):
-        build_dataset("folder", tmp_path / "one", **arguments)
-
-
-def test_without_a_split_a_share_of_each_group_is_drawn(tmp_path: Path) -> None:
-    table, labels = hospital(tmp_path / "pics", num=40)
-    write_table(table, ["file", "sex"], [[name, cells["sex"]] for name, cells in labels.items()])
-    parts = {}
-    for split in ("train", "test"):
-        source = open_folder(tmp_path / "pics", labels=table, split=split, test_share=0.2)
-        parts[split] = {source.name(number) for number in range(source.num_records)}
-        counts = np.bincount(source.labels["sex"].label_N)
-        assert counts.tolist() == {"train": [16, 16], "test": [4, 4]}[split]
-    assert not parts["train"] & parts["test"]
-
-
 @pytest.mark.parametrize(
     ("head", "rows", "said"),
     [

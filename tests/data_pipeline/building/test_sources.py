@@ -14,14 +14,11 @@ from sklearn.datasets import load_digits
 from sklearn.ensemble import RandomForestClassifier
 from sklearn.linear_model import RidgeClassifier
 
-from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError
 from data_pipeline.sources.cifar import Cifar
 from data_pipeline.sources.digits import MnistKind, mnist_digits, sklearn_digits
 from data_pipeline.sources.procedural import Procedural
-from data_pipeline.storage.store import SampleStore
 from tests.data_pipeline.folders import open_folder
-from tests.data_pipeline.stored_samples import decode_sample, find_problems
 from tests.real_data import archive
 
 
@@ -71,18 +68,6 @@ def test_cifar_gives_the_pictures_of_the_split(
     np.testing.assert_array_equal(test[0].content, pixels[-1, 0])
 
 
-def test_cifar_100_becomes_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pixels = write_cifar(tmp_path, monkeypatch, num_classes=100)
-    manifest = build_dataset("cifar100_shapes", tmp_path / "out", root=tmp_path, overlay="online")
-    assert find_problems(tmp_path / "out") == []
-    assert (len(manifest.labels["base"].classes), manifest.labels["base"].counts[:5]) == (100, (1, 1, 1, 1, 0))
-    store = SampleStore(tmp_path / "out")
-    stored = {
-        decode_sample(store, index).content.tobytes(): decode_sample(store, index).labels["base"] for index in range(4)
-    }
-    assert stored == {picture.tobytes(): label for picture, label in zip(pixels[0], [3, 1, 2, 0], strict=True)}
-
-
 @pytest.mark.parametrize("num_classes", [10, 100])
 def test_cifar_that_is_missing_or_damaged_says_how_to_get_it(
     num_classes: Literal[10, 100], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -113,17 +98,6 @@ def test_folder_names_the_picture_of_another_size(tmp_path: Path) -> None:
     save_picture(tmp_path / "train" / "b" / "0.png", size=(4, 6))
     with pytest.raises(UserError, match=r"b/0\.png is 4x6 pixels but .*a/0\.png is 6x4 .*image_size"):
         open_folder(tmp_path, split="train")[1]
-
-
-@pytest.mark.parametrize(("width", "height"), [(32, 32), (40, 30), (29, 47), (301, 64), (33, 32), (7, 5)])
-def test_folder_makes_squares_as_torchvision_does(width: int, height: int, tmp_path: Path) -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    for name in "ab":
-        (tmp_path / "train" / name).mkdir(parents=True)
-        Image.fromarray(pixels).save(tmp_path / "train" / name / "0.png")
-    square = open_folder(tmp_path, split="train", image_size=32)[1].content
-    peer = torchvision.transforms.Compose([torchvision.transforms.Resize(32), torchvision.transforms.CenterCrop(32)])
-    np.testing.assert_array_equal(square, np.asarray(peer(Image.fromarray(pixels))))
 
 
 def test_folder_reads_names_of_any_letters(tmp_path: Path) -> None:

@@ -191,19 +191,6 @@ def test_a_damaged_npy_of_a_build_is_a_bad_sample(
     assert re.search(rf"it is not a whole \.npy of a build, \(4, 28, 28\) uint8 .*{reason}", bad[3].reason)
 
 
-def test_mnist_is_stored_with_one_channel(tmp_path: Path) -> None:
-    digits, labels = write_mnist(tmp_path, num=30)
-    manifest = build_dataset("mnist", tmp_path / "out", root=tmp_path)
-    assert (manifest.input_shape, manifest.num_samples) == ((1, 28, 28), 30)
-    batch = whole(tmp_path / "out")
-    expected = {picture.tobytes(): label for picture, label in zip(digits, labels.tolist(), strict=True)}
-    found = {
-        picture.numpy().tobytes(): int(label) for picture, label in zip(batch.inputs_a, batch.labels[BASE], strict=True)
-    }
-    assert found == expected
-    assert not find_problems(tmp_path / "out")
-
-
 # --- correlations
 
 

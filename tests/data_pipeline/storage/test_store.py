@@ -153,17 +153,6 @@ def test_a_sample_that_does_not_decode_is_told_in_its_place(tmp_path: Path, memb
         decode_sample(store, 12)
 
 
-def test_a_sound_that_does_not_decode_is_told_in_its_place(tmp_path: Path) -> None:
-    write_tiny_sounds(tmp_path / "sounds", num_samples=20)
-    damage(tmp_path / "sounds" / "shard-00000.tar", "00000004.wav", flip=0)
-    stored = decode(SampleStore(tmp_path / "sounds"), np.array([4, 5]))
-    assert [(place, bad.key, bad.shard) for place, bad in stored.bad.items()] == [(0, "00000004", "shard-00000.tar")]
-    assert stored.sound(0).tolist() == [0]
-    assert stored.sound(0).dtype == torch.int16
-    assert stored.labels["base"].tolist()[0] == NO_LABEL
-    assert len(stored.sound(1)) > 1
-
-
 def test_a_sample_under_another_index_is_not_given_out(tmp_path: Path) -> None:
     """Rows of the index that were exchanged: the tar's own headers are the last witness."""
     build(tmp_path, random_samples(3))
