@@ -58,7 +58,6 @@ from data_pipeline.storage.manifest import (
 from data_pipeline.storage.source_digests import write_source_digests
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.totals import Totals
-from data_pipeline.storage.write import picture_field
 
 logger = logging.getLogger(__name__)
 
@@ -214,8 +213,9 @@ def _plan(
         drawn_shape = shape if of_pixels is None else of_pixels.output_shape(shape)
         if of_pixels is not None and drawn == "online" and drawn_shape != shape:
             batch = _batch_entry(of_pixels, source, order, shape=drawn_shape, split=split)
-        input_shape = shape if drawn == "online" else drawn_shape
-        stored = picture_field(input_shape[0])
+        input_shape, stored = shape if drawn == "online" else drawn_shape, "png"
+        if input_shape[0] not in (1, 3):
+            raise UserError(f"pictures of {input_shape[0]} channels cannot be stored; draw with `--overlay online`")
     if overlay is not None:
         entry = OverlayEntry(
             kind=kind_of(overlay),

@@ -14,7 +14,6 @@ import argparse
 import logging
 import os
 import re
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -305,7 +304,6 @@ def overlay_to_draw(args: argparse.Namespace, *, size: int) -> PixelOverlay | No
 
 def run(args: argparse.Namespace) -> None:
     """Do what `python -m data_pipeline index` asks for."""
-    started = time.monotonic()
     if args.out is None and is_remote(args.location):
         raise UserError(f"{args.location} is remote; name a directory on this machine for its index by --out")
     out = args.out or index_directory(args.location)
@@ -328,8 +326,6 @@ def run(args: argparse.Namespace) -> None:
         split=args.split,
         num_workers=args.workers,
     )
-    seconds = max(time.monotonic() - started, 1e-3)
-    rate = manifest.num_samples / seconds
-    print(f"{out}: {manifest.num_samples} samples in {len(tars)} tars, {seconds:.1f} s, {rate:,.0f} samples a second")
+    print(f"{out}: {manifest.num_samples} samples in {len(tars)} tars")
     for line in (*describe_manifest(manifest), *describe_tars(tars, fields)):
         print(line)

@@ -7,7 +7,6 @@ Shapes: B samples, C channels, H height, W width, X points of all sounds end to 
 
 from __future__ import annotations
 
-import io
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -137,8 +135,7 @@ def decode(store: SampleStore, indices: NDArray[np.int64], *, crops: Crops | Non
         errors |= picture_errors
     else:
         num_channels, height, width = manifest.input_shape
-        decode_stored = _decode_npys if manifest.tars.fields.content == ("npy",) else decode_pngs
-        pictures_BCHW, stored_errors = decode_stored(files["content"], (num_channels, height, width))
+        pictures_BCHW, stored_errors = decode_pngs(files["content"], (num_channels, height, width))
         errors |= stored_errors
         if "mask" in files:
             masks_B1HW, mask_errors = decode_pngs(files["mask"], (1, height, width))
@@ -207,21 +204,6 @@ def _decode_pictures(
         except ValueError as error:
             errors[row] = str(error)
     return views_VBCHW, errors
-
-
-def _decode_npys(files: Sequence[memoryview], shape: tuple[int, int, int]) -> tuple[Tensor, dict[int, str]]:
-    """Decode the `.npy` of a build, which should all have `shape`, (C, H, W), as `decode_pngs` decodes PNGs."""
-    pictures_BCHW = torch.zeros(len(files), *shape, dtype=torch.uint8)
-    errors: dict[int, str] = {}
-    for row, file in enumerate(files):
-        try:
-            pixels_CHW = npy_format.read_array(io.BytesIO(file)).transpose(2, 0, 1)
-            if pixels_CHW.dtype != np.uint8 or pixels_CHW.shape != shape:
-                raise ValueError(f"it holds {pixels_CHW.dtype} of the shape {pixels_CHW.shape}")
-            pictures_BCHW[row] = torch.from_numpy(pixels_CHW)
-        except (ValueError, EOFError) as error:
-            errors[row] = f"it is not a whole .npy of a build, {shape} uint8 ({error})"
-    return pictures_BCHW, errors
 
 
 def decode_ahead(

@@ -178,8 +178,6 @@ def _class_folders(found: Found, folders: Sequence[str], look: Look) -> tuple[Fo
         if classes:
             look.notes[f"there is only one class folder ({classes[0]}), so no {look.medium} has a label"] = []
         return found, {}
-    if twice := sorted(folder for folder, name in class_of.items() if folder != name and name in class_of):
-        look.notes["took class folders that Unicode writes in two ways as one"] = twice
     if outside := [name for name, folder in zip(found.names, folders, strict=True) if not folder]:
         look.notes["left out what lies in no class folder"] = outside
     number_of = {folder: classes.index(name) for folder, name in class_of.items()}

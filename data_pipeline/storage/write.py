@@ -1,22 +1,20 @@
 """Write samples as plain WebDataset tars, which any WebDataset reader can open.
 
 A sample has the members `KEY.json`, the class name of each of its labels and the file from which it was made, and
-`KEY.wav`, `KEY.png` (1 or 3 channels) or `KEY.npy` (others), and also `KEY.mask.png` if an overlay is drawn on it. KEY
-is its index in eight digits. Samples are written in the order of their index to `shard-00000.tar`, ...
+`KEY.wav` or `KEY.png`, of 1 or 3 channels, and also `KEY.mask.png` if an overlay is drawn on it. KEY is its index in
+eight digits. Samples are written in the order of their index to `shard-00000.tar`, ...
 
 Guarantees: the same samples give the same bytes on any machine, for any user, at any time.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 from webdataset import TarWriter
 
@@ -40,20 +38,8 @@ def encode(
     else:
         if sample.mask is not None:
             members["mask.png"] = encode_png(sample.mask)
-        field = picture_field(content.shape[2])
-        members[field] = encode_png(content) if field == "png" else _npy(content)
+        members["png"] = encode_png(content)
     return members
-
-
-def _npy(pixels: NDArray[np.uint8]) -> bytes:
-    file = io.BytesIO()
-    np.save(file, np.ascontiguousarray(pixels), allow_pickle=False)
-    return file.getvalue()
-
-
-def picture_field(num_channels: int) -> str:
-    """Return the extension of stored pictures: "npy" if a PNG cannot hold their channels."""
-    return "png" if num_channels in (1, 3) else "npy"
 
 
 def encode_labels(labels: Mapping[str, int], classes: Mapping[str, tuple[str, ...]], *, file: str = "") -> bytes:
