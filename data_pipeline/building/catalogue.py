@@ -54,7 +54,7 @@ class Ingredients:
     """The opened source and overlay of a dataset.
 
     `description` becomes `how_made.source` in the manifest, and `source_options` stand beside it. `overlay_options` are
-    those of the overlay's entry.
+    those of the overlay's entry. `sample_rate` and `num_points` are those of a `SoundSource`; None for pictures.
     """
 
     source: Source
@@ -62,18 +62,8 @@ class Ingredients:
     description: str
     source_options: Mapping[str, OptionValue] = field(default_factory=dict)
     overlay_options: Mapping[str, OptionValue] = field(default_factory=dict)
-
-    @property
-    def sample_rate(self) -> int | None:
-        """Return the points of a sound in a second; None for pictures."""
-        rate: int | None = getattr(self.source, "sample_rate", None)
-        return rate
-
-    @property
-    def num_points(self) -> int | None:
-        """Return the length of a waveform in a batch; None for pictures."""
-        num: int | None = getattr(self.source, "num_points", None)
-        return num
+    sample_rate: int | None = None
+    num_points: int | None = None
 
 
 def open_dataset(
@@ -190,7 +180,7 @@ def _open_sounds(name: str, given: SourceInputs, overlay: str | None, options: O
         opened = kind.open(given)
     sample_rate, num_points = opened.sample_rate, opened.num_points
     if overlay is None:
-        return Ingredients(opened, None, opened.description)
+        return Ingredients(opened, None, opened.description, sample_rate=sample_rate, num_points=num_points)
     read = NoiseOptions.parse(dict(options), where=f"{OVERLAY_OPTION} of the overlay noise")
     origin, root = "background sounds", read.noise_root or given.root
     if root is not None:
@@ -209,4 +199,6 @@ def _open_sounds(name: str, given: SourceInputs, overlay: str | None, options: O
         noise,
         f"{opened.description} + {origin} ({digest}), volume {noise.volume}, crop {crop}",
         overlay_options={"noise_volume": noise.volume, "noise_crop": crop, "noise_sha256": digest},
+        sample_rate=sample_rate,
+        num_points=num_points,
     )

@@ -84,8 +84,6 @@ def fetch(file: RemoteFile, path: Path, *, config: RemoteConfig) -> None:
                 ) from None
             logger.warning("%s: %s; attempt %d failed, the next one begins in %.3g s", file.url, reason, attempt, pause)
             time.sleep(pause)
-            # The next attempt reads its credentials again.
-            fsspec.get_filesystem_class(file.url.partition("://")[0]).clear_instance_cache()
 
 
 def _is_final(error: Exception) -> bool:

@@ -14,9 +14,8 @@ import numpy as np
 from data_pipeline.audio.sound_file import LEAST_SECONDS, SILENT, sound_facts
 from data_pipeline.core.sample import Medium
 from data_pipeline.sources.files import medium_of
-from data_pipeline.sources.picture_file import JPEG_FORMATS, UnreadableError, decode_rgb, opened
+from data_pipeline.sources.picture_file import JPEG_FORMATS, decode_rgb, opened
 
-Fault = Literal["damaged", "unreadable"]
 Finding = Literal["archive", "constant", "silent", "short"]
 
 _HEAD: Final = 4096  # bytes by which a format is known
@@ -44,11 +43,10 @@ class Examined:
         rate: points a second of a sound.
         channels: of a sound.
         seconds: the length of a sound.
-        fault: why it cannot be used: "damaged", which includes what is not of the medium that its name says, or
-            "unreadable", which is whole.
+        is_bad: whether it cannot be used, for `reason`: it is damaged, not what its name says, or not read.
         findings: what is odd about a file that can be used: it is an archive, one colour, silence, or less than
             `LEAST_SECONDS`.
-        reason: more about the fault, in words.
+        reason: why it cannot be used, in words.
         is_decoded: whether its content was decoded. One colour and silence are found only then.
     """
 
@@ -59,7 +57,7 @@ class Examined:
     rate: int | None = None
     channels: int | None = None
     seconds: float | None = None
-    fault: Fault | None = None
+    is_bad: bool = False
     findings: tuple[Finding, ...] = ()
     reason: str = ""
     is_decoded: bool = False
@@ -71,7 +69,7 @@ def examine(name: str, file: IO[bytes], *, full: bool) -> Examined:
     file.seek(0)
     other = next((words for words, pattern in _OTHERS.items() if pattern.match(head)), None)
     if other is not None and named is not None:
-        return Examined(named, fault="damaged", reason=f"it is {other}")
+        return Examined(named, is_bad=True, reason=f"it is {other}")
     if other is not None:
         return Examined(None, findings=("archive",) if other == _ARCHIVE else ())
     if named == "sound" or _SOUND.match(head):
@@ -95,8 +93,7 @@ def _picture(file: IO[bytes], *, full: bool) -> Examined:
             picture.draft(None, _DRAFT)
             values = np.asarray(decode_rgb(picture))
     except ValueError as error:
-        fault: Fault = "unreadable" if isinstance(error, UnreadableError) else "damaged"
-        return replace(examined, fault=fault, reason=str(error))
+        return replace(examined, is_bad=True, reason=str(error))
     findings: tuple[Finding, ...] = ("constant",) if (values == values[0, 0]).all() else ()
     return replace(examined, findings=findings, is_decoded=True)
 
@@ -105,7 +102,7 @@ def _sound(file: IO[bytes], *, full: bool) -> Examined:
     try:
         facts = sound_facts(file, full=full)
     except ValueError as error:
-        return Examined("sound", fault="damaged", reason=str(error))
+        return Examined("sound", is_bad=True, reason=str(error))
     findings: list[Finding] = ["short"] if facts.seconds < LEAST_SECONDS else []
     findings += ["silent"] if SILENT in facts.remarks else []
     return Examined(

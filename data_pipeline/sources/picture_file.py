@@ -45,10 +45,6 @@ _LONGEST_START: Final = 12  # bytes by which formats are known here
 _TIFF_STARTS: Final = frozenset({b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"})
 
 
-class UnreadableError(ValueError):
-    """A picture that is whole and is not read, with the reason and the mend."""
-
-
 def read_pixels(file: PictureData, *, image_size: int | None = None) -> NDArray[np.uint8]:
     """Return the pixels of an upright picture, (H, W, 3) uint8; with `image_size`, its middle square in that size.
 
@@ -77,12 +73,12 @@ def decode_rgb(picture: ImageFile.ImageFile) -> Image.Image:
     if isinstance(picture, TiffImagePlugin.TiffImageFile):
         num_channels, num_read = picture.tag_v2.get(_SAMPLES_PER_PIXEL, 1), len(picture.getbands())
         if num_channels > num_read:
-            raise UnreadableError(f"Pillow reads {num_read} of its {num_channels} channels; save those you need")
+            raise ValueError(f"Pillow reads {num_read} of its {num_channels} channels; save those you need")
     has_12_bits = "I;12" in str(picture.tile)  # Pillow's name of how the pixels lie in the file
     picture.load()
     if picture.mode[0] in "IF":
         if not picture.mode.startswith("I;16") and (picture.format not in _SCALED_BY_PILLOW or picture.mode == "F"):
-            raise UnreadableError(f"its values of mode {picture.mode} have an unknown range; save it in 8 bits")
+            raise ValueError(f"its values of mode {picture.mode} have an unknown range; save it in 8 bits")
         grey_HW = np.rint(np.asarray(picture) * (255 / (4_095 if has_12_bits else 65_535)))
         return Image.fromarray(grey_HW.astype(np.uint8)).convert("RGB")
     if picture.has_transparency_data:
@@ -119,7 +115,7 @@ def opened(file: PictureData) -> Iterator[ImageFile.ImageFile]:
         if start[:4] in _TIFF_STARTS:
             raise ValueError("it is a damaged TIFF, or one of channels that Pillow does not read") from None
         raise ValueError(f"it is not a picture of a known format ({', '.join(FORMATS)})") from None
-    except (MemoryError, UnreadableError):
+    except MemoryError:
         raise
     except Exception as error:  # Pillow raises nearly every kind for a damaged file
         raise ValueError(f"it does not decode ({' '.join(str(error).split()) or type(error).__name__})") from None
@@ -134,9 +130,7 @@ def _open(stream: IO[bytes], start: bytes) -> ImageFile.ImageFile:
     try:
         import_module("pillow_heif").register_heif_opener()
     except ImportError:
-        raise UnreadableError(
-            "a HEIC needs the package pillow-heif; install it with pip install -e '.[heif]'"
-        ) from None
+        raise ValueError("a HEIC needs the package pillow-heif; install it with pip install -e '.[heif]'") from None
     return Image.open(stream, formats=("HEIF",))
 
 

@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import IO, Any, Final, get_args
+from typing import IO, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from data_pipeline.building.pool import run_all
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import Medium
-from data_pipeline.sources.examine import Examined, Fault, examine
+from data_pipeline.sources.examine import Examined, examine
 from data_pipeline.sources.files import Files, medium_of
 
+BAD: Final = "bad"  # the remark of files that cannot be used
 _NUM_DECODED_BYTES: Final = 500_000_000  # of all files together
 _NUM_AT_ONCE: Final = 200  # files
 _EDGE: Final = 1 << 16  # bytes at each end of a file by which equal files are found
@@ -35,7 +36,7 @@ class Census:
     Attributes:
         kinds: how many are alike, as `Examined` with a length in whole tenths of a second, and no reason.
         num_bytes: the size of all files together.
-        remarks: for each fault and finding, the names of the files, with the reasons of faults.
+        remarks: for each finding, and `BAD`, the names of the files, with the reasons of bad ones.
         digest_N: (N,) uint64, equal for files with one size and equal ends of 64 KiB, and hardly ever for others.
     """
 
@@ -49,20 +50,20 @@ class Census:
         found: Counter[tuple[Any, ...]] = Counter()
         for kind, num in self.kinds.items():
             values = tuple(getattr(kind, fact) for fact in facts)
-            if kind.medium == medium and kind.fault is None and None not in values:
+            if kind.medium == medium and not kind.is_bad and None not in values:
                 found[values] += num
         return found
 
     @property
     def bad(self) -> dict[str, str]:
         """Return the files that cannot be used, with the reasons."""
-        return {name: reason for fault in get_args(Fault) for name, reason in self.remarks.get(fault, {}).items()}
+        return self.remarks.get(BAD, {})
 
     def add(self, name: str, found: Examined, num_bytes: int) -> None:
         """Count one file."""
         self.num_bytes += num_bytes
         nameless = ("no ending",) if found.medium is not None and medium_of(name) is None else ()
-        for remark in (found.fault,) if found.fault is not None else (*found.findings, *nameless):
+        for remark in (BAD,) if found.is_bad else (*found.findings, *nameless):
             self.remarks.setdefault(remark, {})[name] = found.reason
         seconds = None if found.seconds is None else round(found.seconds, 1)
         self.kinds[replace(found, seconds=seconds, reason="")] += 1
@@ -100,7 +101,7 @@ def _examine_some(inputs: tuple[Files, int], start: int) -> list[tuple[Examined,
                 num_decoded_bytes += num_bytes if full else 0
                 part.append((examine(name, file, full=full), num_bytes, digest))
         except (OSError, ValueError) as error:
-            unread = Examined(medium_of(name), fault="damaged", reason=f"it cannot be read ({error})")
+            unread = Examined(medium_of(name), is_bad=True, reason=f"it cannot be read ({error})")
             part.append((unread, 0, start + number))
     return part
 

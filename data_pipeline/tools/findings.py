@@ -21,15 +21,14 @@ from data_pipeline.sources.known_layouts import TEST, TRAIN
 from data_pipeline.sources.layout import Layout, split_of
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.tar_headers import name_of_tar
-from data_pipeline.tools.census import Census, equal_files
+from data_pipeline.tools.census import BAD, Census, equal_files
 
-# Of each fault and finding of a file: what is said, and the mend.
+# Of bad files and of each finding: what is said, and the mend.
 _OF_FILES: Final = {
-    "damaged": (
-        "damaged, cut short, or not what their names say",
-        "copy or download them again; the commands leave them out",
+    BAD: (
+        "damaged, cut short, not read, or not what their names say",
+        "copy, download or save them again; the commands leave them out",
     ),
-    "unreadable": ("whole, but not read", "save them as a PNG of 8 bits; the commands leave them out"),
     "archive": ("an archive, so its files are not read", "unpack it beside the others, or look at it alone"),
     "no ending": ("without the ending of a picture or a sound, so not read", "rename them"),
     "constant": ("of one colour alone", "remove them if they are placeholders"),

@@ -64,12 +64,12 @@ def examined(name: str, content: bytes, *, full: bool = False) -> Examined:
 def test_a_picture_is_what_pillow_says_and_its_part_is_damaged(name: str, full: bool) -> None:
     content = picture(name)
     with Image.open(io.BytesIO(content)) as theirs:
-        due = ("picture", theirs.format, theirs.mode, theirs.size, None, ())
+        due = ("picture", theirs.format, theirs.mode, theirs.size, False, ())
     found = examined(name, content, full=full)
-    assert (found.medium, found.format, found.mode, found.size, found.fault, found.findings) == due
+    assert (found.medium, found.format, found.mode, found.size, found.is_bad, found.findings) == due
     assert found.is_decoded == full
     part = examined(name, content[: len(content) * 9 // 10], full=True)
-    assert (part.medium, part.fault) == ("picture", "damaged")
+    assert (part.medium, part.is_bad) == ("picture", True)
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -80,28 +80,28 @@ def test_a_sound_is_what_soundfile_says_and_its_part_is_damaged(name: str, full:
     found = examined(name, content, full=full)
     assert (found.medium, found.mode, found.rate, found.channels) == ("sound", info.subtype, 16_000, 2)
     assert found.seconds == pytest.approx(info.duration)
-    assert (found.fault, found.findings) == (None, ())
+    assert (found.is_bad, found.findings) == (False, ())
     part = examined(name, content[: len(content) // 2], full=full)
-    assert part.fault == "damaged" or name.endswith((".ogg", ".aiff"))  # of which what is there is read
+    assert part.is_bad or name.endswith((".ogg", ".aiff"))  # of which what is there is read
 
 
 @pytest.mark.parametrize(
     ("name", "content", "due"),
     [
-        ("a.png", picture("a.jpg"), ("picture", "JPEG", None, ())),
-        ("a.jpg", b"<!DOCTYPE html><p>404", ("picture", "", "damaged", ())),
-        ("a.jpg", b"version https://git-lfs.github.com/spec/v1\n", ("picture", "", "damaged", ())),
-        ("a.wav", picture("a.png"), ("sound", "", "damaged", ())),
-        ("a.flac", b"", ("sound", "", "damaged", ())),
-        ("no_ending", picture("a.gif"), ("picture", "GIF", None, ())),
-        ("labels.csv", b"file,label\n", (None, "", None, ())),
-        ("a.jpg", picture("a.jpg") + bytes(100_000), ("picture", "JPEG", None, ())),
-        ("a.wav", sound("a.wav", np.zeros(1_000)), ("sound", "WAV", None, ("short", "silent"))),
+        ("a.png", picture("a.jpg"), ("picture", "JPEG", False, ())),
+        ("a.jpg", b"<!DOCTYPE html><p>404", ("picture", "", True, ())),
+        ("a.jpg", b"version https://git-lfs.github.com/spec/v1\n", ("picture", "", True, ())),
+        ("a.wav", picture("a.png"), ("sound", "", True, ())),
+        ("a.flac", b"", ("sound", "", True, ())),
+        ("no_ending", picture("a.gif"), ("picture", "GIF", False, ())),
+        ("labels.csv", b"file,label\n", (None, "", False, ())),
+        ("a.jpg", picture("a.jpg") + bytes(100_000), ("picture", "JPEG", False, ())),
+        ("a.wav", sound("a.wav", np.zeros(1_000)), ("sound", "WAV", False, ("short", "silent"))),
     ],
 )
 def test_names_and_contents_that_do_not_fit(name: str, content: bytes, due: tuple[object, ...]) -> None:
     found = examined(name, content, full=True)
-    assert (found.medium, found.format, found.fault, found.findings) == due
+    assert (found.medium, found.format, found.is_bad, found.findings) == due
 
 
 def test_one_colour_is_found() -> None:

@@ -129,7 +129,7 @@ def test_what_is_left_out_is_said(look: Looker) -> None:
     (look.directory / "cat" / "broken.jpg").symlink_to("nowhere")
     (found,) = places(".")
     assert {what: [name.partition(":")[0] for name in names] for what, names in problems_of(found).items()} == {
-        "damaged, cut short, or not what their names say": ["cat/broken.jpg"],
+        "damaged, cut short, not read, or not what their names say": ["cat/broken.jpg"],
         "an archive, so its files are not read": ["more.zip"],
         "without the ending of a picture or a sound, so not read": ["noname"],
     }
