@@ -67,7 +67,7 @@ PICTURES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Dataset:
-    """The base of a dataset, a key of `SOURCES`, the name of its overlay, and a line for the help."""
+    """The base of a dataset, a key of `SOURCES`, the name of its overlay, and what its records are."""
 
     base: str
     overlay: str | None
@@ -80,8 +80,7 @@ def datasets_with(picture_overlays: Sequence[str]) -> Mapping[str, Dataset]:
     for base, pictures in PICTURES.items():
         datasets[base] = Dataset(base, None, pictures)
         for overlay in picture_overlays:
-            summary = f"{pictures} with {PICTURE_OVERLAYS.get(overlay, overlay)} on each"
-            datasets[f"{base}_{overlay}"] = Dataset(base, overlay, summary)
+            datasets[f"{base}_{overlay}"] = Dataset(base, overlay, pictures)
     datasets["spoken"] = Dataset("spoken", None, "spoken digits")
     datasets["spoken_noise"] = Dataset("spoken", "noise", "spoken digits with a background sound behind each")
     datasets["sounds"] = Dataset("sounds", None, "your own sounds")

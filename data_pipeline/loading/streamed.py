@@ -44,7 +44,7 @@ def streamed_batches(
         for source in sources
         if source.store.is_remote
     ]
-    loader: DataLoader[list[Batch | None] | UserError | OSError] = DataLoader(
+    loader: DataLoader[list[Batch | None] | UserError] = DataLoader(
         _StreamedBatches(sources, order, prefetchers),
         batch_size=None,  # the dataset makes whole batches, and its keys are steps
         sampler=steps,
@@ -58,7 +58,7 @@ def streamed_batches(
         batches = iter(loader)
     try:
         for item in batches:
-            if isinstance(item, UserError | OSError):
+            if isinstance(item, UserError):
                 raise item
             yield item
     except (ConnectionError, EOFError, FileNotFoundError) as error:
@@ -103,7 +103,7 @@ class _ShardPrefetcher:
         self._store.prefetch(np.concatenate([np.roll(now, -shift), following]))
 
 
-class _StreamedBatches(Dataset[list[Batch | None] | UserError | OSError]):
+class _StreamedBatches(Dataset[list[Batch | None] | UserError]):
     """The clean batches of one rank, by step: one from each streamed source, None if a step has no row of it.
 
     Worker processes share the index of the opened stores.
@@ -119,7 +119,7 @@ class _StreamedBatches(Dataset[list[Batch | None] | UserError | OSError]):
         # Grows in each process when it finds bad samples. No batch depends on the bad samples found before.
         self._bad: list[dict[int, BadSample]] = [{} for _ in sources]
 
-    def __getitem__(self, step: int) -> list[Batch | None] | UserError | OSError:
+    def __getitem__(self, step: int) -> list[Batch | None] | UserError:
         try:
             for prefetcher in self._prefetchers:
                 prefetcher.before(step)
@@ -127,7 +127,7 @@ class _StreamedBatches(Dataset[list[Batch | None] | UserError | OSError]):
             if torch.utils.data.get_worker_info() is not None:
                 _move_to_shared_memory(batches)
             return batches
-        except (UserError, OSError) as error:
+        except UserError as error:
             # Returned and not raised, because a DataLoader turns a worker's exception into a page of traceback.
             return error
 

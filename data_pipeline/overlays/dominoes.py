@@ -104,8 +104,6 @@ class Dominoes(PixelOverlay):
     def output_shape(self, stored_shape: Shape) -> Shape:
         num_channels, height, width = stored_shape
         tall = height + width
-        if self.join == "square" and tall % 2:
-            raise UserError(f"join=square halves the rows of a picture, and {tall} cannot be halved; set join=tall")
         return num_channels, tall // 2 if self.join == "square" else tall, width
 
     def forward(self, inputs: Tensor, keys: DrawKeys, labels: Mapping[str, Tensor] = NOTHING_GIVEN) -> Overlaid:

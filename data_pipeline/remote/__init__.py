@@ -1,3 +1,3 @@
-"""Fetch datasets from http(s) or from commands, and keep them in a cache."""
+"""Fetch datasets from web servers and object stores, and keep them in a cache."""
 
 __all__: list[str] = []

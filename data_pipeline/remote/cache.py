@@ -116,7 +116,7 @@ class FileCache:
         Another process may evict the file at any time. A mapped or open file stays readable; if the path is gone, call
         this again.
 
-        Raises `UserError` if the file cannot be fetched in time, and `OSError` if it cannot be written.
+        Raises `UserError` if the file cannot be fetched in time.
         """
         path = self._directory / name
         while True:

@@ -9,7 +9,6 @@ there if the parent process has used it.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import itertools
 import logging
@@ -27,7 +26,6 @@ from data_pipeline.core.schema import Gigabytes, Line, Schema, Seconds
 logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE: Final = 16.0  # seconds between two attempts
-_DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BUSY_STATUS: Final = (408, 425, 429)  # of an answer of http; a later attempt may get the file
 
 
@@ -65,7 +63,7 @@ def fetch(file: RemoteFile, path: Path, *, config: RemoteConfig) -> None:
     """Write a remote file to a path; try again after a pause if an attempt fails, within the limits of `config`.
 
     Raises `UserError` with the reason of the last attempt: at once if another attempt would fail too, such as for a
-    file that is not there, else when a limit is reached. Raises `OSError` if the file cannot be written.
+    file that is not there, else when a limit is reached.
     """
     deadline = time.monotonic() + config.file_seconds
     for attempt in itertools.count(1):
@@ -73,8 +71,6 @@ def fetch(file: RemoteFile, path: Path, *, config: RemoteConfig) -> None:
             _attempt(file, path, stall_seconds=config.stall_seconds, seconds=deadline - time.monotonic())
             return
         except Exception as error:  # each kind of store has errors of its own
-            if isinstance(error, OSError) and (error.errno in _DISK_FULL or error.filename == str(path)):
-                raise
             pause = min(0.5 * 2.0 ** min(attempt - 1, 9), _LONGEST_PAUSE)
             reason = without_secrets(f"{type(error).__name__}: {error}")  # a server may have redirected to a signed URL
             if attempt >= config.num_attempts or _is_final(error) or time.monotonic() + pause >= deadline:

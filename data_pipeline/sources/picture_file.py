@@ -42,7 +42,6 @@ _BACKGROUND: Final = (255, 255, 255)
 _SCALED_BY_PILLOW: Final = frozenset({"PPM", "JPEG2000"})  # to 16 bits, because a file names the range of its values
 _HEIF_BRANDS: Final = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})
 _LONGEST_START: Final = 12  # bytes by which formats are known here
-_TIFF_STARTS: Final = frozenset({b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"})
 
 
 def read_pixels(file: PictureData, *, image_size: int | None = None) -> NDArray[np.uint8]:
@@ -112,8 +111,6 @@ def opened(file: PictureData) -> Iterator[ImageFile.ImageFile]:
     except Image.DecompressionBombError:
         raise ValueError(f"it has more than {2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels") from None
     except UnidentifiedImageError:
-        if start[:4] in _TIFF_STARTS:
-            raise ValueError("it is a damaged TIFF, or one of channels that Pillow does not read") from None
         raise ValueError(f"it is not a picture of a known format ({', '.join(FORMATS)})") from None
     except MemoryError:
         raise

@@ -283,10 +283,7 @@ def parse_manifest(text: str | bytes, *, where: str) -> Manifest:
         raise UserError(f"{where} is not valid JSON ({error}); {_MEND}") from None
     if not isinstance(value, dict) or value.get("format_version") != FORMAT_VERSION:
         raise UserError(f"{where} does not have format version {FORMAT_VERSION}; build the dataset again")
-    try:
-        return Manifest.parse(value, where=where)
-    except UserError as error:
-        raise UserError(f"{error}; {_MEND}") from None
+    return Manifest.parse(value, where=where)
 
 
 def describe_manifest(manifest: Manifest) -> list[str]:

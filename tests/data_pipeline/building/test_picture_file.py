@@ -190,9 +190,6 @@ def test_a_tiff_of_more_channels_than_pillow_reads_is_refused() -> None:
     assert alpha in file
     with pytest.raises(ValueError, match=r"Pillow reads 3 of its 4 channels; save those you need"):
         read_pixels(file.replace(alpha, other))
-    damaged = encoded(picture, "TIFF")[:40]
-    with pytest.raises(ValueError, match=r"it is a damaged TIFF, or one of channels that Pillow does not read"):
-        read_pixels(damaged)
 
 
 @pytest.mark.parametrize(

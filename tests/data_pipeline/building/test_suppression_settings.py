@@ -275,8 +275,3 @@ def test_a_square_domino_has_half_of_the_rows() -> None:
     assert torch.equal(halve_rows(tall.inputs), square.inputs)
     assert square.masks_BHW is not None
     assert ((square.masks_BHW != MASK_OUTSIDE).any(dim=2).sum(dim=1) == 16).all()
-
-
-def test_rows_that_cannot_be_halved_are_refused() -> None:
-    with pytest.raises(UserError, match="join=square halves the rows of a picture, and 17 cannot be halved"):
-        opened("dominoes", shape=(3, 9, 8), join="square").output_shape((3, 9, 8))

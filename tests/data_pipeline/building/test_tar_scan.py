@@ -168,7 +168,7 @@ def test_numbers_are_labels_as_their_writers_mean_them(
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("größe".encode("latin-1"), "that of 0.png: it is not text in UTF-8"),
+        ("größe".encode("latin-1"), "that of 0.png: 'utf-8' codec can't decode byte"),
         (b"wren\nowl", "that of 0.png: its text of"),
     ],
 )

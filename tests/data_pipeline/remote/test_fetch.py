@@ -147,6 +147,6 @@ def test_a_place_where_nobody_answers_is_told(server: FaultyServer, tmp_path: Pa
             fetched(url, tmp_path)
 
 
-def test_a_file_that_cannot_be_written_is_an_error_of_the_disk(server: FaultyServer, tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="No such file"):
+def test_a_file_that_cannot_be_written_is_told(server: FaultyServer, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="No such file"):
         fetched(f"{server.url}/file", tmp_path / "no" / "directory")
