@@ -10,11 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-import torch
-
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
-from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
 from data_pipeline.loading.decode import DecodedSamples, decode
 from data_pipeline.loading.placement import stored_order
 from data_pipeline.remote.cache import read_manifest
@@ -26,7 +23,6 @@ from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.tar_headers import read_contents
 from data_pipeline.storage.totals import Totals
 
-_MASK_LEVELS: Final = torch.tensor([MASK_OUTSIDE, MASK_BOX, MASK_OBJECT], dtype=torch.uint8)
 _REMOTE: Final = RemoteConfig()
 _REMEDY: Final = (
     "copy the named files again from a whole copy, or build or index the dataset again; training leaves out bad "
@@ -61,7 +57,7 @@ def verify(location: str | Path, report: Callable[[str], object]) -> tuple[Manif
                 problems += _wrong_tar(store, number)
                 for indices in stored_order(store, range(number, number + 1), num_at_once=_CHUNK):
                     decoded = decode(store, indices)
-                    problems += _wrong_samples(decoded)
+                    problems += [f"{bad.shard}: {bad.key}: {bad.reason}" for bad in decoded.bad.values()]
                     num_sound += len(decoded) - len(decoded.bad)
                     totals += _totals_of(decoded)
                     for name, label_B in store.labels(indices).items():
@@ -98,16 +94,6 @@ def _wrong_tar(store: SampleStore, number: int) -> Iterator[str]:
         yield f"{path.name}: does not have the sha256 in the index"
     if (problem := read_contents(data).problem) is not None:
         yield f"{path.name}: {problem}"
-
-
-def _wrong_samples(decoded: DecodedSamples) -> Iterator[str]:
-    for bad in decoded.bad.values():
-        yield f"{bad.shard}: {bad.key}: {bad.reason}"
-    where = f"samples {int(decoded.index_B[0])} to {int(decoded.index_B[-1])}"
-    if decoded.masks_BHW is not None and not torch.isin(decoded.masks_BHW, _MASK_LEVELS).all():
-        yield f"{where}: a mask has other levels than {_MASK_LEVELS.tolist()}"
-    if decoded.points_X is not None and not torch.isfinite(decoded.points_X).all():
-        yield f"{where}: a sound holds points that are not numbers"
 
 
 def _wrong_numbers(manifest: Manifest, counts: dict[str, Counter[int]], totals: Totals) -> Iterator[str]:

@@ -16,7 +16,6 @@ from data_pipeline.loading.decode import decode
 from data_pipeline.remote import fetch
 from data_pipeline.storage.index import SAMPLES_NAME, labels_name
 from data_pipeline.storage.manifest import Manifest, load_manifest
-from data_pipeline.storage.png import encode_png
 from data_pipeline.storage.store import SampleStore
 from tests.data_pipeline.remote.http_server import serve
 from tests.data_pipeline.stored_samples import find_problems as problems
@@ -68,11 +67,6 @@ def test_what_does_not_decode_is_named_by_shard_and_key(name: str, copy: Path) -
     assert found[1].startswith(f"{SHARD}: 00000012: ")
     assert len(found) == 2
     assert [bad.key for bad in decode(SampleStore(copy), np.arange(30)).bad.values()] == ["00000012"]
-
-
-def test_a_mask_of_other_levels_is_found(copy: Path) -> None:
-    change_member(copy, "00000012.mask.png", lambda _: encode_png(np.full((32, 32), 7, dtype=np.uint8)))
-    assert any("levels" in problem for problem in problems(copy))
 
 
 def test_any_flipped_byte_is_found(copy: Path) -> None:
