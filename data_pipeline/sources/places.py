@@ -28,7 +28,8 @@ class Directory(Files):
         for above, folders, files in os.walk(self.root, onerror=_raise, followlinks=True):
             folder = Path(above)
             folders[:] = [name for name in folders if is_visible(name) and not _leads_back(folder / name)]
-            names += [str(folder.relative_to(self.root) / name) for name in files if is_visible(name)]
+            below = "".join(f"{part}/" for part in folder.relative_to(self.root).parts)
+            names += [below + name for name in files if is_visible(name)]
         yield from sorted(names, key=lambda name: name.split("/"))
 
     def read(self, name: str) -> bytes:
