@@ -94,7 +94,7 @@ def test_what_training_has_suppressed_is_said_first(tmp_path: Path, monkeypatch:
     html = report(monkeypatch, tmp_path / "r.html", run)
     first = text_of(html[: html.index("<h2>")])
     assert re.search(r"on the digit, debug-image reads 57\.0 ± \d\.\d % by linear probe \(untrained 50\.0 %", first)
-    assert re.search(r"16\.7 ± \d\.\d % by kNN \(k = 62\) \(untrained 33\.0 %, chance 10\.0 %\)", first)
+    assert re.search(r"and 16\.7 ± \d\.\d % by kNN \(k = 62\) \(untrained 33\.0 %, chance 10\.0 %\)", first)
     (said,) = re.findall(r"Below its untrained encoder: ([^;]*?points)\.", first)
     assert re.fullmatch(r"debug-image on the digit by kNN \(k = 62\), by 16\.3 ± \d\.\d points", said)
 
