@@ -7,7 +7,7 @@ texts and makes that matrix twice, 2 P^2 logits, so it is given P = 1.41 B pairs
 the package open_clip_torch is installed.
 
 With several batch sizes, a last line says how the memory of ours grows from the smallest to the largest. Time grows
-with the square of the batch: on one core of 2026, ours takes two minutes at batch 65,536 and ten at 131,072.
+with the square of the batch.
 
 Each measurement is one forward and one backward in a fresh process that has done a pass of batch 1,024 before: then
 libraries are loaded, and matrix products hold their work space, which is no loss's own. What that pass left unused is
