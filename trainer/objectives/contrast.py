@@ -113,7 +113,9 @@ def cross_entropy(u_ND: Tensor, *, num_anchors: int, with_self: bool, chunk_size
     if not with_self:
         with torch.no_grad():  # a probability of 0 has no gradient, so autograd need not know about this
             logits_NG.fill_diagonal_(-torch.inf)
-    return F.cross_entropy(logits_NG, own_N.roll(len(u_ND) // 2)[:num_anchors], reduction="none")
+    half = len(u_ND) // 2
+    positive_N = own_N[half:] if num_anchors == half else own_N.roll(half)
+    return F.cross_entropy(logits_NG, positive_N, reduction="none")
 
 
 def margins(
