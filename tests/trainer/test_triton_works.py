@@ -11,7 +11,6 @@ from torch import Tensor
 
 from trainer import liveness, triton_works
 from trainer.triton_works import check_near, kernels
-from trainer.views import expert_image, viewmaker
 
 MODULE = "trainer.liveness"  # any module
 GPU = torch.device("cuda", 0)
@@ -59,14 +58,3 @@ def test_a_trial_is_apart_from_what_its_caller_does(caplog: pytest.LogCaptureFix
     ((dtype, grad),) = seen
     assert dtype == torch.float32
     assert torch.equal(grad, torch.full((2, 2), 4.0))
-
-
-def test_trials_of_views_hold_for_torch_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_works, "DEVICE", "cpu")
-    for module in (expert_image, viewmaker):
-        monkeypatch.setattr(module, "kernels", lambda *_: None)
-    state = torch.get_rng_state()
-    expert_image._try_out(liveness, torch.float32)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        viewmaker._try_out(liveness, dtype)
-    assert torch.equal(torch.get_rng_state(), state)

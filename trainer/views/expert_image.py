@@ -87,8 +87,12 @@ class ExpertImageConfig(BaseViewsConfig):
     flip_probability: Share = 0.5
 
     @property
+    def strengths(self) -> tuple[float, float, float, float]:
+        return self.brightness, self.contrast, self.saturation, self.hue
+
+    @property
     def jitters(self) -> bool:
-        return self.jitter_probability > 0 and any((self.brightness, self.contrast, self.saturation, self.hue))
+        return self.jitter_probability > 0 and any(self.strengths)
 
     @classmethod
     def of(cls, views: BaseViewsConfig) -> ExpertImageConfig:
@@ -191,12 +195,8 @@ class ExpertImage(nn.Module):
     def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
         """Return one view of each picture, (B, C, H, W) in [0, 1] like the pictures, not normalised.
 
-        It is computed in float32, also under autocast, and returned in the dtype of the pictures. Ignores the masks.
-        Pictures with a gradient get one, unless colours are jittered.
-
-        Raises:
-            ValueError: if the colours of the pictures are to be changed but are not RGB, or if there is not one key for
-                each picture.
+        It is computed in float32, also under autocast, and returned in the dtype of the pictures. Pictures with a
+        gradient get one, unless colours are jittered.
         """
         check_pictures(images_BCHW, keys)
         return self._views(images_BCHW.float(), keys).to(images_BCHW.dtype)
@@ -231,7 +231,7 @@ class ExpertImage(nn.Module):
         Kernels in Triton do the same on a GPU, up to rounding, if the pictures need no gradient.
         """
         if module := _kernels(images_BCHW):
-            return cast("Tensor", module.views(images_BCHW, **vars(draws)))
+            return cast("Tensor", module.views(images_BCHW, draws))
         x_BCHW = crop_and_flip(images_BCHW, draws.box_B4, draws.flip_B)
         if draws.factor_B4 is not None and draws.order_B4 is not None:
             jitter_colour_(x_BCHW, draws.factor_B4, draws.order_B4)
@@ -248,25 +248,12 @@ def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int | tuple[int, in
     low, high = config.aspect
     aspect = config.aspect if height == width else (low * width / height, high * width / height)
     limits = (1.0, 1.0) if config.blur == "constant" else config.blur_sigma
-    strengths = (config.brightness, config.contrast, config.saturation, config.hue)
     blur_matrix: Callable[..., Tensor] = pil_blur_matrix
     if config.blur in ("gaussian", "simclr"):
         reach = min(height, width) // _SIMCLR_BLUR if config.blur == "simclr" else None
         blur_matrix = partial(gaussian_blur_matrix, reach=reach)
     if module := _kernels(keys.index_B):
-        drawn = module.drawn(
-            keys,
-            height=height,
-            width=width,
-            area=config.area,
-            aspect=aspect,
-            strengths=strengths,
-            sigma=limits,
-            flip=config.flip_probability,
-            jitter=config.jitter_probability if config.jitters else 0.0,
-            gray=config.grayscale_probability,
-            blurred=config.blur_probability,
-        )
+        drawn = module.drawn(config, keys, height=height, width=width, aspect=aspect, sigma=limits)
         return ExpertDraws(**drawn, blur_matrix=blur_matrix)
     numbers = torch.split(uniform(keys, sum(_DRAWS.values()), purpose=_PURPOSE), list(_DRAWS.values()), dim=1)
     u = dict(zip(_DRAWS, numbers, strict=True))
@@ -280,7 +267,7 @@ def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int | tuple[int, in
         flip_B = u["flip"][:, 0] < config.flip_probability
     if config.jitters:
         factor_B4 = (2 * u["jitter_factors"] - 1) * (u["jitter"] < config.jitter_probability)
-        for number, strength in enumerate(strengths):
+        for number, strength in enumerate(config.strengths):
             factor_B4[:, number].mul_(strength)
         factor_B4[:, :HUE].add_(1)
         order_B4 = u["jitter_order"].argsort(dim=1, stable=True)

@@ -11,8 +11,7 @@ The results are those of `ExpertImage.apply_draws` up to rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import torch
 import triton
@@ -259,30 +258,21 @@ def _blur_kernel(
 
 
 def drawn(
-    keys: DrawKeys,
-    *,
-    height: int,
-    width: int,
-    area: tuple[float, float] | None,
-    aspect: tuple[float, float],
-    strengths: tuple[float, float, float, float],
-    sigma: tuple[float, float],
-    flip: float,
-    jitter: float,
-    gray: float,
-    blurred: float,
+    config: Any, keys: DrawKeys, *, height: int, width: int, aspect: tuple[float, float], sigma: tuple[float, float]
 ) -> dict[str, Tensor | None]:
-    """Return the tensors of `ExpertDraws` by name; None for a probability of 0.
+    """Return the tensors of `ExpertDraws` by name for an `ExpertImageConfig`; None for what it switches off.
 
-    `aspect` is in pixels, and `area` is None for no crop.
+    `aspect` is in pixels.
     """
-    forms = {
-        "box_B4": (area is not None, (4,), torch.float32),
-        "flip_B": (flip > 0, (), torch.bool),
-        "factor_B4": (jitter > 0, (4,), torch.float32),
-        "order_B4": (jitter > 0, (4,), torch.int64),
-        "gray_B": (gray > 0, (), torch.bool),
-        "sigma_B": (blurred > 0, (), torch.float32),
+    jitter = config.jitter_probability if config.jitters else 0.0
+    chances = (config.flip_probability, jitter, config.grayscale_probability, config.blur_probability)
+    forms: dict[str, tuple[object, tuple[int, ...], torch.dtype]] = {
+        "box_B4": (config.area, (4,), torch.float32),
+        "flip_B": (chances[0], (), torch.bool),
+        "factor_B4": (jitter, (4,), torch.float32),
+        "order_B4": (jitter, (4,), torch.int64),
+        "gray_B": (chances[2], (), torch.bool),
+        "sigma_B": (chances[3], (), torch.float32),
     }
     draws = {
         name: keys.index_B.new_empty((len(keys.index_B), *form), dtype=dtype) if wanted else None
@@ -292,29 +282,19 @@ def drawn(
     constants = {
         "H": height,
         "W": width,
-        "AREA": area,
+        "AREA": config.area,
         "ASPECT": tuple(map(math.log, aspect)),
         "MIDDLE": tuple(map(float, ((height - rows) // 2, (width - columns) // 2, rows, columns))),
-        "STRENGTHS": strengths,
+        "STRENGTHS": config.strengths,
         "SIGMA": sigma,
-        "CHANCES": (flip, jitter, gray, blurred),
+        "CHANCES": chances,
     }
     given = (keys.index_B, keys.is_next_B, keys.recorded_epoch, keys.seed, keys.epoch, keys.view)
     launch(_draw_kernel, (len(keys.index_B),), *given, *draws.values(), **constants, num_warps=1)
     return draws
 
 
-def views(
-    images_BCHW: Tensor,
-    *,
-    box_B4: Tensor | None,
-    flip_B: Tensor | None,
-    factor_B4: Tensor | None,
-    order_B4: Tensor | None,
-    gray_B: Tensor | None,
-    sigma_B: Tensor | None,
-    blur_matrix: Callable[..., Tensor],
-) -> Tensor:
+def views(images_BCHW: Tensor, draws: Any) -> Tensor:
     """Return the views with the parameters of `ExpertDraws`, for float32 pictures, in new contiguous memory.
 
     Blurs by other matrices than PIL's, and of larger pictures than `_LARGEST_BLURRED`, are torch's.
@@ -322,12 +302,12 @@ def views(
     B, C, H, W = images_BCHW.shape
     x_BCHW = images_BCHW.contiguous()
     views_BCHW = torch.empty_like(x_BCHW)
-    draws = (box_B4, flip_B, factor_B4, order_B4, gray_B)
-    launch(_change_kernel, (B, triton.cdiv(C, 3)), x_BCHW, views_BCHW, *draws, C, H=H, W=W)
-    if sigma_B is None:
+    changes = (draws.box_B4, draws.flip_B, draws.factor_B4, draws.order_B4, draws.gray_B)
+    launch(_change_kernel, (B, triton.cdiv(C, 3)), x_BCHW, views_BCHW, *changes, C, H=H, W=W)
+    if draws.sigma_B is None:
         return views_BCHW
-    if blur_matrix is not pil_blur_matrix or max(H, W) > _LARGEST_BLURRED:
-        return blur(views_BCHW, sigma_B, blur_matrix)
+    if draws.blur_matrix is not pil_blur_matrix or max(H, W) > _LARGEST_BLURRED:
+        return blur(views_BCHW, draws.sigma_B, draws.blur_matrix)
     sides = {"ROWS": max(16, triton.next_power_of_2(H)), "COLUMNS": max(16, triton.next_power_of_2(W))}
-    launch(_blur_kernel, (B * C,), views_BCHW, sigma_B, C, H=H, W=W, **sides)
+    launch(_blur_kernel, (B * C,), views_BCHW, draws.sigma_B, C, H=H, W=W, **sides)
     return views_BCHW

@@ -101,7 +101,7 @@ def check_the_trial() -> None:
     right = expert_image_kernels.views
     for factor in (1.0, 1.1):
         found = mock.Mock(side_effect=[expert_image_kernels] * 2 + [None] * 2)
-        wrong = mock.patch.object(expert_image_kernels, "views", lambda x, f=factor, **draws: right(x, **draws) * f)
+        wrong = mock.patch.object(expert_image_kernels, "views", lambda x, draws, f=factor: right(x, draws) * f)
         with on_the_cpu(), mock.patch.object(expert_image, "kernels", found), wrong:
             if factor == 1:
                 expert_image._try_out(expert_image_kernels, torch.float32)

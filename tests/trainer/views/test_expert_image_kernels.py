@@ -34,14 +34,6 @@ def test_in_the_interpreter_kernels_give_the_views_of_a_cpu(check: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_where_triton_does_not_work_torch_makes_the_views(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, policy = pictures(4, channels=3, height=32, width=32), ExpertImage(ExpertImageConfig())
-    expected = policy(x, keys(4))
-    monkeypatch.setattr(triton_works, "DEVICE", "cpu")
-    monkeypatch.setattr(expert_image, "kernels", lambda *_: None)
-    assert torch.equal(policy(x, keys(4)), expected)
-
-
 class Processor:
     """An H100 that is not there, for which Triton compiles. Its number is not that of a GPU that may be there."""
 
