@@ -14,7 +14,7 @@ from trainer.config import RunConfig
 from trainer.distributed.collectives import on_every_rank, rank, world_size
 from trainer.distributed.engines import Engine, EngineInputs
 from trainer.models.random_layers import has_random_layers
-from trainer.modules import NO_CLASSES, TrainedModules, build_modules, build_run_objective
+from trainer.modules import NO_CLASSES, TrainedModules, build_modules, build_run_objective, learned_part
 from trainer.objectives import Objective
 from trainer.optim.optimizers import learning_rate_at
 from trainer.pretrained import load_start
@@ -92,8 +92,9 @@ def assemble(config: RunConfig, modules: TrainedModules, objective: Objective) -
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         modules.encoder.compile()
         if modules.viewmaker is not None:
+            learned = learned_part(modules.viewmaker)
             # Learned views of one's own need no such method.
-            getattr(modules.viewmaker, "compile_layers", modules.viewmaker.compile)()
+            getattr(learned, "compile_layers", learned.compile)()
     step = TrainingStep(config, engines=engines, view_policy=modules.view_policy, objective=objective)
     return Training(modules, objective, engines, _recorded(step, config, modules, objective))
 

@@ -15,7 +15,8 @@ from trainer.checkpoint.run_state import DataIdentity
 from trainer.config import RunConfig
 from trainer.models.encoder import Encoder, Normalization, build_encoder
 from trainer.objectives import Objective, ObjectiveInputs
-from trainer.views import ViewPolicy, build_view_policy
+from trainer.views import Viewmaker, ViewPolicy, build_view_policy
+from trainer.views.adversarial_mask import AdversarialMask
 
 NO_CLASSES: Final[Mapping[str, int]] = MappingProxyType({})  # of labels that are not known
 
@@ -105,6 +106,11 @@ def _drawing_from(seed: int) -> Iterator[None]:
         yield
 
 
+def learned_part(policy: ViewPolicy) -> nn.Module:
+    """Return the network inside a composition that learns, or `policy` if it is none."""
+    return next((part for part in policy.modules() if isinstance(part, Viewmaker | AdversarialMask)), policy)
+
+
 def build_modules(config: RunConfig) -> TrainedModules:
     """Return untrained modules: a function of the config alone, because its seed draws the initial weights.
 
@@ -118,5 +124,5 @@ def build_modules(config: RunConfig) -> TrainedModules:
     encoder.trunk.checkpointing = config.memory.encoder_checkpointing
     if config.views.is_learned:
         # Not by an assignment, which a type checker allows for tensors and modules only.
-        setattr(view_policy, "checkpointing", config.memory.viewmaker_checkpointing)  # noqa: B010
+        setattr(learned_part(view_policy), "checkpointing", config.memory.viewmaker_checkpointing)  # noqa: B010
     return TrainedModules(config=config, step=0, encoder=encoder, view_policy=view_policy)

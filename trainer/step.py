@@ -45,6 +45,7 @@ from trainer.views import ViewPolicy
 from trainer.views.expert_audio import clean_spectrogram
 from trainer.views.health import view_health
 from trainer.views.inputs import from_bytes
+from trainer.views.viewmaker import Viewmaker
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,9 @@ class StepOutput:
         masks_BHW: the masks of the first inputs; None if there are none.
         z_a_BD, z_b_BD: the embeddings of the views.
         viewmaker_change: if the viewmaker is part of a composition, or gets waveforms that were changed before, the
-            pictures or waveforms that it got, and its views of them, from which these views were made; otherwise None.
-            Only those of the last call of the policy, which takes less memory: with micro batches of the last one, and
-            of sounds on a CPU of the second view.
+            pictures or spectrograms that it got, and its views of them, from which these views were made; otherwise
+            None. Only those of the last call of the policy, which takes less memory: with micro batches of the last
+            one, and of sounds on a CPU of the second view.
     """
 
     metrics: dict[str, Tensor]
@@ -120,8 +121,7 @@ class StepOutput:
         images_BCHW = inputs if self.mel is None else clean_spectrogram(inputs, self.mel)
         health = view_health(self.views_a_BCHW, self.views_b_BCHW, images_BCHW, self.masks_BHW, bounded=self.bounded)
         if self.viewmaker_change is not None:  # what the other policies change says nothing of the viewmaker
-            given, made_BCHW = self.viewmaker_change
-            given_BCHW = given if self.mel is None else clean_spectrogram(given, self.mel)
+            given_BCHW, made_BCHW = self.viewmaker_change
             # Other policies, such as a random mask with rescale, may leave [0, 1] behind the viewmaker.
             health |= view_health(made_BCHW, None, given_BCHW, None, bounded=self.mel is None)
         embeddings = embedding_health(self.z_a_BD, self.z_b_BD)
@@ -154,6 +154,9 @@ class TrainingStep:
         self._viewmaker = engines.get("viewmaker")
         self._views: Engine | ViewPolicy = self._viewmaker if self._viewmaker is not None else view_policy
         self._policy = view_policy
+        self._viewmakers = [part for part in view_policy.modules() if isinstance(part, Viewmaker)]  # at most one
+        for part in self._viewmakers:
+            part.keeps_change = part is not view_policy or part.config.waveform is not None
         num_further = config.views.num_further + config.objective.takes_samples
         self._group_sizes = (2, num_further) if num_further else (2,)
         self._memory_format = memory_format(self._encoder.module)
@@ -429,8 +432,11 @@ class TrainingStep:
         return result, loss
 
     def _taken_change(self) -> tuple[Tensor, Tensor] | None:
-        take_change = getattr(self._policy, "take_change", None)
-        return None if take_change is None else take_change()
+        """Return what a viewmaker got and made, and drop both there; None if these are the inputs and the views."""
+        change = None
+        for viewmaker in self._viewmakers:
+            change, viewmaker.change = viewmaker.change, None
+        return change
 
     def _to_inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         is_expert_image = self._viewmaker is None and self._mel is None  # expert views of pictures are float32

@@ -27,6 +27,7 @@ from tests.trainer.test_recorded_step import (
     train,
 )
 from trainer.build import Training, build_training
+from trainer.modules import learned_part
 from trainer.recorded_step import RecordedStep
 from trainer.views.policy import VIEWS
 from trainer.views.viewmaker import upsample_convolve
@@ -77,7 +78,8 @@ def compiled(training: Training, backend: CountingBackend) -> Training:
     training.modules.encoder.compile(backend=backend)
     if (viewmaker := training.modules.viewmaker) is not None:
         # As `trainer.build.assemble` does, and the network must be one graph.
-        getattr(viewmaker, "compile_layers", viewmaker.compile)(backend=backend, fullgraph=True)
+        learned = learned_part(viewmaker)
+        getattr(learned, "compile_layers", learned.compile)(backend=backend, fullgraph=True)
     return training
 
 

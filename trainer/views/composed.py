@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from data_pipeline.audio.log_mel import MelConfig
 from data_pipeline.core.counter_rng import DrawKeys
-from trainer.models.activation_checkpointing import Checkpointing
 from trainer.views.adversarial_mask import AdversarialMaskConfig
 from trainer.views.channel_dropout import ChannelDropoutConfig
 from trainer.views.expert_audio import SpectralConfig, WaveformConfig
@@ -212,53 +211,18 @@ class ByEpochConfig(_ComposedConfig):
 
 
 class Composed(nn.Module):
-    """The base of compositions. What is set for a viewmaker goes to the viewmaker inside, if there is one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._own_change: tuple[Tensor, Tensor] | None = None
-
-    def take_change(self) -> tuple[Tensor, Tensor] | None:
-        """Return what the viewmaker inside got and what it made of it in the last call, and drop both here.
-
-        Returns None if the viewmaker was not called since then.
-        """
-        change = None
-        for module in self.modules():
-            if isinstance(module, Composed):
-                change, module._own_change = change or module._own_change, None
-        return change
+    """The base of compositions."""
 
     def _apply_part(self, part: nn.Module, inputs: Tensor, keys: DrawKeys, masks_BHW: Tensor | None) -> Tensor:
         """Return the views by one policy. Only a viewmaker runs under autocast and in float64, as it does alone."""
         view: Tensor
         if isinstance(part, Composed | Viewmaker):
             view = part(inputs, keys, masks_BHW)
-            if isinstance(part, Viewmaker):
-                self._own_change = part.take_change() or (inputs.detach(), view.detach())
-        else:
-            given = inputs.float() if isinstance(part, RandomMask) else inputs
-            with without_autocast(inputs.device):
-                view = part(given, keys, masks_BHW).to(inputs.dtype)
-        return view
-
-    @property
-    def viewmaker(self) -> Viewmaker | None:
-        return next((module for module in self.modules() if isinstance(module, Viewmaker)), None)
-
-    @property
-    def checkpointing(self) -> Checkpointing:
-        return "none" if self.viewmaker is None else self.viewmaker.checkpointing
-
-    @checkpointing.setter
-    def checkpointing(self, checkpointing: Checkpointing) -> None:
-        if self.viewmaker is not None:
-            self.viewmaker.checkpointing = checkpointing
-
-    def compile_layers(self, **options: Any) -> None:
-        """Compile the viewmaker, as `Viewmaker.compile_layers` does."""
-        if self.viewmaker is not None:
-            self.viewmaker.compile_layers(**options)
+            return view
+        given = inputs.float() if isinstance(part, RandomMask) else inputs
+        with without_autocast(inputs.device):
+            view = part(given, keys, masks_BHW).to(inputs.dtype)
+            return view
 
 
 class Sequence(Composed):
@@ -269,7 +233,7 @@ class Sequence(Composed):
         self.parts = nn.ModuleList(parts)
 
     def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
-        """Return one view of each picture, in the dtype of the pictures. Raises like the parts."""
+        """Return one view of each picture, in the dtype of the pictures."""
         for number, part in enumerate(self.parts):
             to_come = len(self.parts) - 1 - number
             own_keys = dataclasses.replace(keys, view=keys.view + to_come * _VIEWS_OF_A_PART)
@@ -288,7 +252,7 @@ class Pair(Composed):
         self.first, self.second = first, second
 
     def forward(self, inputs: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
-        """Return one view of each picture or sound. Raises like the policy.
+        """Return one view of each picture or sound.
 
         Keys of two views (`DrawKeys.two_views`) have all rows of the first view before those of the second.
         """
@@ -312,9 +276,8 @@ class ByEpoch(Composed):
         self.policies = nn.ModuleList(policies)
 
     def forward(self, inputs: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
-        """Return one view of each picture or sound by the policy of the epoch in the keys. Raises like that policy."""
+        """Return one view of each picture or sound by the policy of the epoch in the keys."""
         assert keys.recorded_epoch is None  # a recorded step has one policy
-        self.take_change()  # of the epoch before
         return self._apply_part(self.policies[keys.epoch % len(self.policies)], inputs, keys, masks_BHW)
 
 

@@ -335,7 +335,14 @@ class Residual(nn.Module):
 
 
 class Viewmaker(nn.Module):
-    """The network `viewmaker(images_BCHW, keys, masks_BHW) -> views_BCHW`; equal keys give equal views in any mode."""
+    """The network `viewmaker(images_BCHW, keys, masks_BHW) -> views_BCHW`; equal keys give equal views in any mode.
+
+    If `keeps_change`, `change` holds the pictures or spectrograms of the last call and their views, until a training
+    step takes them.
+    """
+
+    keeps_change = False
+    change: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, config: ViewmakerConfig, *, image_channels: int) -> None:
         super().__init__()
@@ -369,23 +376,13 @@ class Viewmaker(nn.Module):
     def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
         """Return views of pictures in [0, 1], with the same shape and dtype; with `clamp` they are in [0, 1] too.
 
-        `masks_BHW` (uint8: 0 outside, 128 in the box, 255 on the object, see `data_pipeline.core.sample`) marks the
-        drawn object; only a masked viewmaker reads it. Other inputs of one or more channels (spectrograms) work too,
-        without the clamp.
-
-        Raises:
-            ValueError: if the config has a mask but `masks_BHW` is None or no uint8 (B, H, W), if `check_image_size`
-                refuses the pictures, or if there is not one key for each of them.
+        Other inputs of one or more channels (spectrograms) work too, without the clamp.
         """
         views_BCHW = images_BCHW + self.deltas(images_BCHW, keys, masks_BHW)
-        return views_BCHW.clamp(0, 1) if self.config.clamp else views_BCHW
-
-    def take_change(self) -> tuple[Tensor, Tensor] | None:
-        """Return what the network got in the last call and what it made of it, and drop both here.
-
-        Returns None if the network got the inputs of the call, or if there was no call since then.
-        """
-        return None
+        views_BCHW = views_BCHW.clamp(0, 1) if self.config.clamp else views_BCHW
+        if self.keeps_change:
+            self.change = images_BCHW.detach(), views_BCHW.detach()
+        return views_BCHW
 
     def deltas(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
         """Return the perturbations before any clamp.
@@ -463,23 +460,11 @@ class SoundViewmaker(Viewmaker):
         super().__init__(config, image_channels=1)
         self.mel = mel
         self.waveform = None if config.waveform is None else Waveform(config.waveform, mel)
-        self._own_change: tuple[Tensor, Tensor] | None = None
 
     def forward(self, waveforms_BT: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
-        """Return views (B, 1, M, N) of waveforms (B, T), in their dtype. Ignores masks, because sounds have none.
-
-        Raises `ValueError` if the number of points T is not `mel.num_points`.
-        """
-        if self.waveform is None:
-            return super().forward(clean_spectrogram(waveforms_BT, self.mel), keys)
-        changed_BT = self.waveform.augment(waveforms_BT, keys)
-        views_BCHW = super().forward(clean_spectrogram(changed_BT, self.mel), keys)
-        self._own_change = changed_BT, views_BCHW.detach()
-        return views_BCHW
-
-    def take_change(self) -> tuple[Tensor, Tensor] | None:
-        change, self._own_change = self._own_change, None
-        return change
+        """Return views (B, 1, M, N) of waveforms (B, T), in their dtype."""
+        changed_BT = waveforms_BT if self.waveform is None else self.waveform.augment(waveforms_BT, keys)
+        return super().forward(clean_spectrogram(changed_BT, self.mel), keys)
 
 
 def _outside(masks_BHW: Tensor | None, mask: Literal["box", "object"], *, like_BCHW: Tensor) -> Tensor:

@@ -228,7 +228,7 @@ def test_the_change_of_a_viewmaker_in_a_composition_is_that_of_the_views_of_the_
     last = slice(num_parts - 1, None, num_parts)
     assert torch.equal(given, (PICTURES[last] / 255).repeat(2, 1, 1, 1))
     assert torch.equal(made, torch.cat([output.views_a_BCHW[last], output.views_b_BCHW[last]]))
-    assert [module for module in training.modules.view_policy.modules() if getattr(module, "_own_change", None)] == []
+    assert [module for module in training.modules.view_policy.modules() if getattr(module, "change", None)] == []
 
 
 SOUND = "{kind: viewmaker, base_width: 4, num_res_blocks: 1, budget: 0.125, clamp: false, waveform: {}}"
@@ -241,7 +241,7 @@ def test_crop_and_noise_on_the_waveform_do_not_count_as_the_change_of_the_viewma
     metrics = step(training, 0.1 * torch.randn(4, FSDD.num_points, generator=torch.Generator().manual_seed(0))).read()
     assert float(metrics["views/budget_spent"]) == pytest.approx(0.125, rel=2e-3)
     policies = training.modules.view_policy.modules()
-    assert all(getattr(module, "_own_change", None) is None for module in policies)  # no tensors are kept
+    assert all(getattr(module, "change", None) is None for module in policies)  # no tensors are kept
 
 
 def test_a_random_mask_does_not_hide_that_a_viewmaker_is_clamped() -> None:
