@@ -108,7 +108,7 @@ def _wrong_views(given: tuple[Any, ...], views: Any, *, shape: tuple[int, ...] |
     """`shape` is that of a spectrogram, (C, H, W); None for pictures, whose views have their shape."""
     inputs = given[0]
     expected = tuple(inputs.shape) if shape is None else (len(inputs), *shape)
-    if said := _wrong_tensor(views, f"one view for each input, {expected}", shape=expected):
+    if said := _wrong_tensor(views, f"one view for each input, {expected}", lambda found: found.shape == expected):
         return said
     low, high = (float(bound) for bound in views.detach().aminmax())
     if is_bounded and (low < -_ROUNDING or high > 1 + _ROUNDING):
@@ -118,30 +118,23 @@ def _wrong_views(given: tuple[Any, ...], views: Any, *, shape: tuple[int, ...] |
 
 def _wrong_map(trunk: Any, given: tuple[Any, ...], map_BCHW: Any) -> str | None:
     num_rows = len(given[0])
-    if said := _wrong_tensor(map_BCHW, f"a map for each of the {num_rows} pictures", num_rows=num_rows):
+    wanted = f"a map for each of the {num_rows} pictures"
+    if said := _wrong_tensor(map_BCHW, wanted, lambda found: found.dim() > 1 and len(found) == num_rows):
         return said
     wanted = "from pool num_channels values for each map"
-    return _wrong_tensor(trunk.pool(map_BCHW.detach()), wanted, shape=(num_rows, trunk.num_channels))
+    expected = (num_rows, trunk.num_channels)
+    return _wrong_tensor(trunk.pool(map_BCHW.detach()), wanted, lambda found: found.shape == expected)
 
 
-def _wrong_tensor(
-    result: Any, wanted: str, *, shape: tuple[int, ...] | None = None, num_rows: int | None = None
-) -> str | None:
-    is_right = isinstance(result, Tensor) and result.is_floating_point()
-    is_right = is_right and (shape is None or result.shape == shape)
-    is_right = is_right and (num_rows is None or (result.dim() > 1 and len(result) == num_rows))
-    if not is_right:
-        return f"{_described(result)}, return {wanted}, of floats"
+def _wrong_tensor(result: Any, wanted: str, fits: Callable[[Tensor], bool]) -> str | None:
+    if not isinstance(result, Tensor):
+        return f"{type(result).__name__}, return {wanted}, of floats"
+    if not (result.is_floating_point() and fits(result)):
+        kind = str(result.dtype).removeprefix("torch.")
+        return f"{kind} of shape {tuple(result.shape)}, return {wanted}, of floats"
     if num_bad := int((~result.detach().isfinite()).sum()):
         return f"{num_bad} of {result.numel()} values that are inf or nan, return {wanted}, all finite"
     return None
-
-
-def _described(result: Any) -> str:
-    if not isinstance(result, Tensor):
-        return type(result).__name__
-    kind = str(result.dtype).removeprefix("torch.")
-    return f"{kind} of shape {tuple(result.shape)}"
 
 
 def _check_gradients(module: nn.Module, name: str) -> None:

@@ -247,19 +247,12 @@ def _gathered_rows(x_BD: Tensor) -> Tensor:
     x_BD = x_BD.contiguous()  # ranks exchange memory, not numbers: pictures in channels_last would be mixed up
     gathered_GD = x_BD.new_empty((world_size() * len(x_BD), *x_BD.shape[1:]))
     with stage("communication"):
-        if _goes_to_all_at_once(gathered_GD.numel()):
+        # gloo's gather has W - 1 rounds, and each waits for the one before. For a few numbers, that takes the time.
+        if gathered_GD.numel() <= _SHORT and dist.get_backend() == "gloo":
             dist.all_to_all_single(gathered_GD, torch.cat([x_BD] * world_size()))
         else:
             dist.all_gather_into_tensor(gathered_GD, x_BD)
     return gathered_GD
-
-
-def _goes_to_all_at_once(num_gathered: int) -> bool:
-    """Return whether each rank sends its part of so many numbers directly to every other rank.
-
-    gloo's gather has W - 1 rounds, and each waits for the one before. For a few numbers, that is what takes the time.
-    """
-    return num_gathered <= _SHORT and dist.get_backend() == "gloo"
 
 
 def _sum_over_ranks(x: Tensor) -> Tensor:
