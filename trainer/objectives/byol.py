@@ -49,8 +49,8 @@ def byol_loss(p_a_BD: Tensor, p_b_BD: Tensor, teacher_a_BD: Tensor, teacher_b_BD
     """Return the sum over both views of the mean squared distance of unit vectors (Grill et al. 2020, equation 2).
 
     The vectors are a prediction and the teacher's embedding of the other view. The squared distance is 2 - 2 cosine, so
-    the loss is between 0 and 8. The teacher's embeddings get no gradient. With a process group, this is the loss of
-    this rank's part of the batch. The mean over equally large parts is the loss of the whole batch.
+    the loss is between 0 and 8. The teacher's embeddings get no gradient. The mean over the ranks is as in
+    `nt_xent_loss`.
 
     Args:
         p_a_BD, p_b_BD: (B, D) predictions from the first and the second view, of any length and float type.

@@ -42,14 +42,10 @@ def info_nce_loss(z_a_BD: Tensor, z_b_BD: Tensor) -> ObjectiveOutput:
     """Return InfoNCE with one negative: the mean of -log(exp(p) / (exp(p) + exp(n))) with cosines p and n.
 
     It is the sum of an alignment, minus the mean of p, and a divergence, the mean of log(exp(p) + exp(n)). Both are
-    logged, the alignment as the mean of p. With a process group, parts of the batch and the mean over the ranks are as
-    in `nt_xent_loss`.
+    logged, the alignment as the mean of p.
 
-    Args:
-        z_a_BD, z_b_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
-
-    Raises:
-        ValueError: if the embeddings are not (B, D) with equal shapes, or if all ranks together have a single sample.
+    Arguments, types and errors are as in `trainer.objectives.contrast.margins`, and the mean over the ranks is as in
+    `nt_xent_loss`.
 
     Examples:
         >>> z_a = torch.tensor([[1.0, 0.0], [-0.96, -0.28]])

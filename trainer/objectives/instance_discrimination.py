@@ -63,9 +63,7 @@ def log_ratio(z_BD: Tensor, bank_ND: Tensor, index_B: Tensor, noise_BK: Tensor, 
 
     The loss is minus their mean. The own row is in the denominator only if it was drawn.
 
-    With a process group, all arguments but `bank_ND` are this rank's part of the batch, equally large on every rank.
-    The mean of the losses of the ranks is the loss of the whole batch, and averaging parameter gradients over the ranks
-    gives its gradient.
+    With a process group, all arguments but `bank_ND` are this rank's part of the batch, as in `nt_xent_loss`.
 
     Args:
         z_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.

@@ -61,15 +61,8 @@ def joint_contrastive_loss(
     sample without a label has its other view alone. An anchor's cosines with its positives add up to one product with
     the sum of its class, so no matrix but that of the softmax is in memory, and `chunk_size` cuts that one.
 
-    With a process group, parts of the batch and the mean over the ranks are as in `nt_xent_loss`.
-
-    Args:
-        z_a_BD, z_b_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
-        label_B: (B,) int64 in [0, `num_classes`), or `NO_LABEL`.
-        temperature, chunk_size: as in `margins`.
-
-    Raises:
-        ValueError: as `margins` does.
+    `label_B` is (B,) int64 in [0, `num_classes`), or `NO_LABEL`. The other arguments, types and errors are as in
+    `trainer.objectives.contrast.margins`, and the mean over the ranks is as in `nt_xent_loss`.
 
     Examples:
         >>> z_a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])

@@ -40,14 +40,10 @@ def linear_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, divergence_weight: float) -> 
     the second views of all other samples. Time and memory are linear in the batch, because the mean over them is one
     product with the sum of all second views.
 
-    With a process group, parts of the batch and the mean over the ranks are as in `nt_xent_loss`.
+    `divergence_weight` is lambda in the paper.
 
-    Args:
-        z_a_BD, z_b_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
-        divergence_weight: lambda in the paper.
-
-    Raises:
-        ValueError: if the embeddings are not (B, D) with equal shapes, or if all ranks together have a single sample.
+    Arguments, types and errors are as in `trainer.objectives.contrast.margins`, and the mean over the ranks is as in
+    `nt_xent_loss`.
 
     Examples:
         >>> z_a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])

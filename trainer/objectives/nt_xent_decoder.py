@@ -47,8 +47,7 @@ class NTXentDecoderConfig(ContrastiveConfig):
 def reconstruction_loss(decoded_BX: Tensor, views_BCHW: Tensor, *, target_size: int) -> Tensor:
     """Return the mean squared difference of decoded views and views averaged to S by S pixels, a scalar.
 
-    With a process group, this is the loss of this rank's part of the batch. The mean over equally large parts is the
-    loss of the whole batch. The views get no gradient.
+    The views get no gradient. The mean over the ranks is as in `nt_xent_loss`.
 
     Args:
         decoded_BX: (B, C * S * S), channel by channel and row by row; computed in its dtype.

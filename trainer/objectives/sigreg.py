@@ -76,9 +76,7 @@ def sigreg_loss(
 
     The projections are `drawn_projections`, equal on every rank. Rows are not normalised.
 
-    With a process group, embeddings are this rank's part of the batch, equally large on every rank. The mean of the
-    losses of the ranks is exactly the loss of the whole batch, and averaging parameter gradients over the ranks gives
-    its gradient.
+    With a process group, parts of the batch and the mean over the ranks are as in `nt_xent_loss`.
 
     Args:
         z_a_BD, z_b_BD, further_BD: (B, D) embeddings of each view, of any float type; computed in float32 at least,

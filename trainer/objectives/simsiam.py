@@ -45,8 +45,7 @@ class SimSiamConfig(BaseObjectiveConfig):
 def simsiam_loss(p_a_BD: Tensor, p_b_BD: Tensor, z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
     """Return minus the mean cosine of each prediction with the other view's embedding (Chen and He 2021, eq. 4).
 
-    The embeddings get no gradient. With a process group, this is the loss of this rank's part of the batch. The mean
-    over equally large parts is the loss of the whole batch.
+    The embeddings get no gradient. The mean over the ranks is as in `nt_xent_loss`.
 
     Args:
         p_a_BD, p_b_BD: (B, D) predictions of any length and float type, computed from `z_a_BD` and `z_b_BD`.

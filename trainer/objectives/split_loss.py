@@ -50,15 +50,8 @@ def split_loss(
     over first views of log sum exp(cosine with a negative / temperature). The negatives are the second views of all
     other samples. Also logs this mean as `divergence`. The distance is 2 - 2 * the logged alignment.
 
-    With a process group, parts of the batch and the mean over the ranks are as in `nt_xent_loss`.
-
-    Args:
-        z_a_BD, z_b_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
-        temperature, divergence_weight, chunk_size: as in `SplitLossConfig`.
-
-    Raises:
-        ValueError: if the temperature is not positive, if the embeddings are not (B, D) with equal shapes, or if all
-            ranks together have a single sample.
+    Arguments, types and errors are as in `trainer.objectives.contrast.margins`, and the mean over the ranks is as in
+    `nt_xent_loss`.
 
     Examples:
         >>> z_a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])

@@ -77,8 +77,8 @@ class SupervisedConfig(LabelledConfig):
 def labelled_cross_entropy(logits_BK: Tensor, label_B: Tensor) -> Tensor:
     """Return the mean cross-entropy of the samples that have the label; 0, with zero gradients, if none has it.
 
-    With a process group, the mean is over the labelled samples of the whole batch. The mean of the losses of the ranks
-    is exactly the loss of the whole batch, and averaging parameter gradients over the ranks gives its gradient.
+    With a process group, the mean is over the labelled samples of the whole batch. Its mean over the ranks is as in
+    `nt_xent_loss`.
 
     Args:
         logits_BK: (B, K) of any float type; computed in float32 at least, even under autocast.

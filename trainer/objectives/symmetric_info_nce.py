@@ -47,16 +47,8 @@ def symmetric_info_nce_loss(
     Row i of the matrix holds the cosines of the first view of sample i with all second views, divided by `temperature`.
     The right class of a row or column is on the diagonal.
 
-    With a process group, parts of the batch and the mean over the ranks are as in `nt_xent_loss`.
-
-    Args:
-        z_a_BD, z_b_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
-        temperature: above 0. A 0-d tensor gets a gradient, and its value is not checked.
-        total, chunk_size: as in `SymmetricInfoNCEConfig`.
-
-    Raises:
-        ValueError: if the temperature is not positive, if the embeddings are not (B, D) with equal shapes, or if all
-            ranks together have a single sample.
+    Arguments, types and errors are as in `trainer.objectives.contrast.margins`, and the mean over the ranks is as in
+    `nt_xent_loss`.
 
     Examples:
         >>> z_a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])

@@ -62,9 +62,7 @@ def vicreg_loss(
 
     Variances and covariances are unbiased. Rows are not normalised.
 
-    With a process group, `z_a_BD` and `z_b_BD` are this rank's part of the batch, equally large on every rank. The mean
-    of the losses of the ranks is exactly the loss of the whole batch, and averaging parameter gradients over the ranks
-    gives its gradient. The value of a single rank has no meaning.
+    Parts of the batch and the mean over the ranks are as in `nt_xent_loss`; the value of a single rank has no meaning.
 
     Args:
         z_a_BD, z_b_BD: (B, D) embeddings of any float type; computed in float32 at least, even under autocast.

@@ -75,12 +75,7 @@ class AdversarialMask(nn.Module):
         self.network.compile(**options)
 
     def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
-        """Return one view of each picture, with the shape and dtype of the pictures.
-
-        Ignores `masks_BHW`, which are masks of drawn objects.
-
-        Raises `ValueError` if there is not one key for each picture.
-        """
+        """Return one view of each picture, with the shape and dtype of the pictures."""
         check_pictures(images_BCHW, keys)
         masks_BNHW = self.masks(images_BCHW)
         self._penalty = self.config.sparsity_weight * mask_penalty(masks_BNHW)

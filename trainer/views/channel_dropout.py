@@ -60,13 +60,7 @@ class ChannelDropout(nn.Module):
         self.config = config
 
     def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
-        """Return one view of each picture, in which lost channels are 0, with the shape and dtype of the pictures.
-
-        Ignores `masks_BHW`, which are masks of drawn objects.
-
-        Raises:
-            ValueError: if the pictures have one channel, or if there is not one key for each of them.
-        """
+        """Return one view of each picture, in which lost channels are 0, with the shape and dtype of the pictures."""
         check_pictures(images_BCHW, keys)
         C = images_BCHW.shape[1]
         self.config.check_channels(C)

@@ -143,13 +143,7 @@ class Spectral(nn.Module):
 
     @torch.no_grad()
     def forward(self, waveforms_BT: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
-        """Return one view of each sound: (B, T) float32 or float64 to (B, 1, M, N) of the same dtype, normalised.
-
-        Ignores masks, because sounds have none.
-
-        Raises:
-            ValueError: if the number of points T is not `mel.num_points`, or if there is not one key for each sound.
-        """
+        """Return one view of each sound: (B, T) float32 or float64 to (B, 1, M, N) of the same dtype, normalised."""
         check_waveforms(waveforms_BT, self.mel)
         check_keys(waveforms_BT, keys)
         audible_BN = audible_frames(waveforms_BT, self.mel) if self.config.mask_tries > 1 else None
@@ -175,13 +169,7 @@ class Waveform(nn.Module):
 
     @torch.no_grad()
     def forward(self, waveforms_BT: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
-        """Return one view of each sound: (B, T) float32 or float64 to (B, 1, M, N) of the same dtype, normalised.
-
-        Ignores masks, because sounds have none.
-
-        Raises:
-            ValueError: if the number of points T is not `mel.num_points`, or if there is not one key for each sound.
-        """
+        """Return one view of each sound: (B, T) float32 or float64 to (B, 1, M, N) of the same dtype, normalised."""
         check_waveforms(waveforms_BT, self.mel)
         check_keys(waveforms_BT, keys)
         draws = draw_waveform(self.config, keys, num_points=waveforms_BT.shape[1])
@@ -193,11 +181,7 @@ class Waveform(nn.Module):
 
     @torch.no_grad()
     def augment(self, waveforms_BT: Tensor, keys: DrawKeys) -> Tensor:
-        """Return the changed waveforms, with the same shape and dtype, for a policy that follows this one.
-
-        Raises:
-            ValueError: if the number of points T is not `mel.num_points`, or if there is not one key for each sound.
-        """
+        """Return the changed waveforms, with the same shape and dtype, for a policy that follows this one."""
         check_waveforms(waveforms_BT, self.mel)
         check_keys(waveforms_BT, keys)
         return self._augment(waveforms_BT, keys, draw_waveform(self.config, keys, num_points=waveforms_BT.shape[1]))
@@ -230,8 +214,7 @@ class Waveform(nn.Module):
 def clean_spectrogram(waveforms_BT: Tensor, mel: MelConfig) -> Tensor:
     """Return the spectrogram of each sound without a view: (B, T) to (B, 1, M, N) of the same dtype, normalised.
 
-    Raises:
-        ValueError: if the waveforms do not have the points of the spectrogram.
+    Raises like `check_waveforms`.
     """
     check_waveforms(waveforms_BT, mel)
     return log_mel(power_mel(waveforms_BT, mel), mel)[:, None]

@@ -128,7 +128,8 @@ def build_view_policy(config: BaseViewsConfig, *, image_channels: int, mel: MelC
 
     `masks_BHW` (B, H, W) uint8 marks the objects on the pictures: 0 outside, 128 in the box around the object, 255 on
     it (`MASK_OUTSIDE`, `MASK_BOX` and `MASK_OBJECT` of `data_pipeline.core.sample`). Every policy accepts it. Only a
-    masked viewmaker reads it, and raises `ValueError` if it is None or of another type or shape.
+    masked viewmaker reads it, and raises `ValueError` if it is None or of another type or shape. Every policy raises
+    `ValueError` if there is not one key for each picture or sound, and if its config refuses their shape.
 
     Raises `ValueError` like `BaseViewsConfig.check_medium`.
     """

@@ -52,10 +52,7 @@ class RandomMask(nn.Module):
     def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
         """Return one view of each picture, with the shape and float dtype of the pictures, (B, C, H, W).
 
-        The views 2k and 2k + 1 of a sample are complements, and each k has its own mask. Ignores `masks_BHW`, which are
-        masks of drawn objects.
-
-        Raises `ValueError` if there is not one key for each picture.
+        The views 2k and 2k + 1 of a sample are complements, and each k has its own mask.
         """
         check_pictures(images_BCHW, keys)
         keep_BCHW = coins(keys.of_pair(), images_BCHW[0].numel()).view(images_BCHW.shape)
