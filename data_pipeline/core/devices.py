@@ -27,5 +27,18 @@ def has_gpu() -> bool:
 
 
 def named_device(name: str | None) -> torch.device:
-    """Return the device called `name`; None stands for the GPU if there is one, else the CPU."""
-    return torch.device(name or ("cuda" if has_gpu() else "cpu"))
+    """Return the device called `name`; None stands for the GPU if there is one, else the CPU.
+
+    Raises `UserError` if the device cannot be used.
+    """
+    name = name or ("cuda" if has_gpu() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.ones(1, device=device)  # by a kernel, which a torch for other GPUs does not have
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason, *_ = str(error).splitlines()
+        raise UserError(
+            f"--device {name} cannot be used now: {reason}; see in nvidia-smi what GPUs there are and what uses them, "
+            'or take "cpu"'
+        ) from error
+    return device

@@ -43,19 +43,19 @@ OBJECTIVES: dict[str, list[str]] = {
     "moco": ["objective.queue_size=16"],
     "byol": ["objective.predictor.hidden_sizes=[8]"],
     "nt_xent_decoder": ["objective.decoder.hidden_sizes=[8]", "objective.target_size=4"],
+    "sieve": ["encoder.early_head=1"],
 }
 
 
 every_case = pytest.mark.parametrize(
     ("recipe", "overrides", "num_recordings"),
     [
-        *[("debug:image", [f"objective.kind={kind}", *more, CONVNET], 1) for kind, more in OBJECTIVES.items()],
+        *[("debug:image", [f"objective.kind={kind}", CONVNET, *more], 1) for kind, more in OBJECTIVES.items()],
         ("debug:image", ["encoder.batch_norm=split", "encoder.batch_norm_splits=2"], 1),
         ("debug:image", ["memory.micro_batches=2", "memory.encoder_checkpointing=whole", CONVNET], 1),
         ("debug:image", ["views.kind=random_mask", "objective.negatives=samples", CONVNET], 1),
         ("debug:image", ["views.kind=channel_dropout", CONVNET], 1),
         ("debug:image", ["encoder.late_pruning={}", CONVNET], 1),
-        ("debug:image", [CONVNET, "objective.kind=sieve", "encoder.early_head=1"], 1),
         ("debug:image", ["optimizer.kind=adamw", CONVNET], 1),
         ("debug:viewmaker", ["views={kind: adversarial_mask}", CONVNET], 1),
         ("debug:viewmaker", ["adversary.freeze_step=5", CONVNET], 2),

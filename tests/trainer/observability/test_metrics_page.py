@@ -21,6 +21,7 @@ ELSEWHERE |= {"perf/slowest_rank", "perf/slowest_rank_ratio"}  # on several rank
 PLACES = {"probe": "probe/LABEL/", "mixture": "mixture/NAME/"}
 SETTINGS = {
     "supervised": ["objective={kind: supervised, label: base}"],
+    "sieve": ["objective.kind=sieve", "encoder.early_head=1"],
     "dino": ["objective={kind: dino, num_prototypes: 8}"],
 }
 
