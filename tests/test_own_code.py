@@ -367,7 +367,7 @@ def test_a_dataset_of_code_is_built_and_read_with_that_code(tmp_path: Path, run:
         done = run(data_pipeline.__main__, "preview", tmp_path / "data", "--out", tmp_path / "grid.png")
         assert done.status == 2
         assert "--code FILE" in done.stderr
-        assert run(data_pipeline.__main__, "verify", tmp_path / "data").status == 1
+        assert run(data_pipeline.__main__, "verify", tmp_path / "data").status == 2
         assert run(data_pipeline.__main__, "verify", tmp_path / "data", *code).status == 0
 
 

@@ -32,6 +32,7 @@ from data_pipeline.storage.manifest import Manifest, load_manifest, parse_manife
 
 logger = logging.getLogger(__name__)
 
+_MANIFEST_ATTEMPTS: Final = 3  # so that a mistyped location is told soon
 _DEFAULT_GIGABYTES: Final = 4.0  # limit without a cache_dir: /tmp is small, and in memory on some machines
 
 
@@ -55,9 +56,10 @@ def read_manifest(location: str | Path, *, config: RemoteConfig) -> Manifest:
     refuse_secrets(location)
     location = str(location)
     url = file_url(location, MANIFEST_NAME)
+    soon = config.model_copy(update={"num_attempts": min(config.num_attempts, _MANIFEST_ATTEMPTS)})
     with tempfile.TemporaryDirectory(prefix="manifest-") as directory:
         path = Path(directory, MANIFEST_NAME)
-        fetch(RemoteFile(url), path, config=config)
+        fetch(RemoteFile(url), path, config=soon)
         return parse_manifest(path.read_bytes(), where=url)
 
 

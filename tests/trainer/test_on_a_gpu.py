@@ -196,7 +196,8 @@ def batch(config: RunConfig) -> Batch:
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
     [
-        *[("debug:image", [f"objective.kind={kind}", CONVNET]) for kind in OBJECTIVES if kind != "dino"],
+        *[("debug:image", [f"objective.kind={kind}", CONVNET]) for kind in OBJECTIVES if kind not in {"dino", "sieve"}],
+        ("debug:image", ["objective.kind=sieve", CONVNET, "encoder.early_head=1"]),
         ("debug:image", ["objective.chunk_size=4", CONVNET]),
         ("debug:image", ["precision=bfloat16", CONVNET]),
         ("debug:image", ["memory.micro_batches=2", "memory.encoder_checkpointing=whole", CONVNET]),
