@@ -99,20 +99,24 @@ def test_the_table_of_channel_dropout_has_the_filed_accuracies(rows: list[Measur
             assert float(number) == pytest.approx(100 * found[label, seed], abs=0.0501), (label, seed)
 
 
-def test_the_means_of_the_cures_that_are_not_on_the_page_are_those_of_their_record(rows: list[Measurement]) -> None:
+def test_the_table_of_rivals_has_the_means_of_their_record(rows: list[Measurement]) -> None:
     filed = [row for row in read_csv(ROOT / "docs/suppression/rivals.csv.gz") if row.readout == "linear"]
-    of_rivals: dict[tuple[str, str], list[Measurement]] = {}
-    for row in [*filed, *rows]:
-        if row.factors["setting"] == "C+Digits" and row.is_final:
-            of_rivals.setdefault((row.factors["cure"], row.label), []).append(row)
-    assert all({row.seed for row in of_cell} == {0, 1, 2} for of_cell in of_rivals.values())
-    means = [
-        [f"{100 * sum(row.value for row in of_rivals[cure, label]) / 3:.1f}" for label in ("overlay", "base")]
-        for cure in ("SIGReg", "late pruning", "adversarial masks", "feature sieve", "SimCLR")
-    ]
-    (digit, photo), page = zip(*means, strict=True), " ".join((ROOT / "docs/cures.md").read_text().split())
-    of_digit, of_photo = (f"{', '.join(means[:-2])} and {means[-2]} %" for means in (digit, photo))
-    assert f"digit {of_digit}, photo {of_photo}; on the page's data SimCLR has {digit[-1]} and {photo[-1]} %" in page
+    simclr = [row for row in rows if (row.factors["setting"], row.factors["cure"]) == ("C+Digits", "SimCLR")]
+    found: dict[tuple[str, str, str], dict[int, float]] = {}
+    for row in [*filed, *simclr]:
+        if row.is_final:
+            found.setdefault((row.factors["setting"], row.factors["cure"], row.label), {})[row.seed] = row.value
+    assert all(values.keys() == {0, 1, 2} for values in found.values())
+    mean = {cell: f"{100 * sum(values.values()) / 3:.1f}" for cell, values in found.items()}
+    rivals = (ROOT / "docs/cures.md").read_text().partition("### Rivals")[2].partition("\n### ")[0]
+    lines = re.findall(r"^\| (.*) \| (.*) \| (.*) \| (.*) \| (.*) \|$", rivals, flags=re.MULTILINE)[1:]
+    assert {cure for cure, *_ in lines} == {"SIGReg", "late pruning", "adversarial masks", "feature sieve", "SimCLR"}
+    places = [("C+Digits", "overlay"), ("C+Digits", "base"), ("RandBit", "base"), ("RandBit", "overlay")]
+    for cure, *numbers in lines:
+        assert numbers == [mean.get((setting, cure, label), "–") for setting, label in places]
+    beside = (mean["RandBit", cure, "base"] for cure in ("viewmaker", "channel dropout", "ceiling: base, joint"))
+    text = "the digit in {} %, channel dropout in {} %, the joint ceiling in {} %".format(*beside)
+    assert text in " ".join(rivals.split())
 
 
 def test_the_table_of_both_features_has_the_filed_runs() -> None:
