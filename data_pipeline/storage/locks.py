@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -29,4 +29,5 @@ def locked(path: Path, *, waits: bool = False) -> Iterator[None]:
         try:
             yield
         finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a process forked since has the file open too
+            with suppress(OSError):  # as above
+                fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a process forked since has the file open too
