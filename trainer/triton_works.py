@@ -1,4 +1,4 @@
-"""Launch kernels in Triton, where they are right. This module needs no Triton."""
+"""Launch Triton kernels, if they give right results on this machine. This module does not import Triton itself."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def kernels(
 
 
 def check_near(found: Iterable[Tensor | None], expected: Iterable[Tensor | None]) -> None:
-    """Raise `ValueError` if results of kernels differ from those of a CPU by more than rounding, or are no numbers."""
+    """Raise `ValueError` if a kernel's results differ from the CPU's by more than rounding, or are not finite."""
     for one, other in zip(found, expected, strict=True):
         assert one is not None
         assert other is not None

@@ -53,8 +53,8 @@ _SOUND_SOURCES: Final[Mapping[str, type[AudioMnist | Fsdd | ProceduralSpeech | S
 class Ingredients:
     """The opened source and overlay of a dataset.
 
-    `description` becomes `how_made.source` in the manifest, and `source_options` stand beside it. `overlay_options` are
-    those of the overlay's entry. `sample_rate` and `num_points` are those of a `SoundSource`; None for pictures.
+    `description` becomes `how_made.source` in the manifest, and `source_options` stand beside it. The overlay's entry
+    holds `overlay_options`. A `SoundSource` gives `sample_rate` and `num_points`; for pictures they are None.
     """
 
     source: Source

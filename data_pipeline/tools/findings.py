@@ -23,7 +23,7 @@ from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.tar_headers import name_of_tar
 from data_pipeline.tools.census import BAD, Census, equal_files
 
-# Of bad files and of each finding: what is said, and the mend.
+# For bad files and for each finding: the sentence that says it, and how to mend it.
 _OF_FILES: Final = {
     BAD: (
         "damaged, cut short, not read, or not what their names say",

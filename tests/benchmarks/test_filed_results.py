@@ -11,7 +11,9 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from configs import studies
 from tests.trainer.reports.made_runs import report
@@ -117,6 +119,31 @@ def test_the_table_of_rivals_has_the_means_of_their_record(rows: list[Measuremen
     beside = (mean["RandBit", cure, "base"] for cure in ("viewmaker", "channel dropout", "ceiling: base, joint"))
     text = "the digit in {} %, channel dropout in {} %, the joint ceiling in {} %".format(*beside)
     assert text in " ".join(rivals.split())
+
+
+def test_the_page_trained_again_lies_in_its_prediction_intervals(rows: list[Measurement]) -> None:
+    def place(row: Measurement) -> tuple[str, ...]:
+        return (*(row.factors[name] for name in ("setting", "difficulty", "cure")), row.label)
+
+    before: dict[tuple[str, ...], dict[int, float]] = {}
+    for row in rows:
+        if row.is_final:
+            before.setdefault(place(row), {})[row.seed] = row.value
+    again, away = read_csv(ROOT / "docs/suppression/again.csv.gz"), []
+    for row in again:
+        filed = before[place(row)]
+        mean = np.mean(list(filed.values()))
+        of_seeds = (
+            stats.t.ppf(0.975, len(filed) - 1) * np.std(list(filed.values()), ddof=1) * (1 + 1 / len(filed)) ** 0.5
+        )
+        of_samples = 1.96 * (2 * mean * (1 - mean) / 2_000) ** 0.5
+        assert abs(row.value - mean) <= max(of_seeds, of_samples), place(row)
+        away.append(100 * abs(row.value - filed[row.seed]))
+    page = " ".join((ROOT / "docs/cures.md").read_text().split())
+    assert f"{len({row.run for row in again})} runs of nine settings" in page
+    assert f"All {len(again)} accuracies lie in the 95 % prediction interval of the page's seeds" in page
+    assert f"half of them within {np.median(away):.1f} points of the same seed" in page
+    assert len({row.factors["setting"] for row in again}) == 9
 
 
 def test_the_table_of_both_features_has_the_filed_runs() -> None:

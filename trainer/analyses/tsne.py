@@ -72,7 +72,7 @@ ANALYSIS = Analysis("tsne", TSNEConfig, measure)
 
 
 def map_of(x_NC: NDArray[np.float64], *, perplexity: float, seed: int) -> NDArray[np.float32]:
-    """Return points (N, 2) of which those of near rows are near: a function of the input and the seed."""
+    """Return a point for each row, (N, 2): near rows get near points. It is a function of the input and the seed."""
     most = (len(x_NC) - 1) / 3  # t-SNE allows no more
     random_state = seed % 2**32  # what NumPy's older generator takes
     points_N2 = TSNE(perplexity=min(perplexity, most), init="pca", random_state=random_state).fit_transform(x_NC)

@@ -97,9 +97,9 @@ def candidates(*views_BD: Tensor) -> Tensor:
 def cross_entropy(u_ND: Tensor, *, num_anchors: int, with_self: bool, chunk_size: int | None) -> Tensor:
     """Return minus the log of the softmax over an anchor's inner products with all candidates, at its positive.
 
-    `u_ND` holds the rows of this rank, those of the first view first; the first `num_anchors` are anchors. Candidates
-    are the rows of all ranks, and the positive is the other view. `with_self` keeps an anchor in its own denominator.
-    `chunk_size` is as in `ContrastiveConfig`.
+    `u_ND` holds the rows of this rank: first all first views, then all second views. The first `num_anchors` rows are
+    anchors. Candidates are the rows of all ranks, and the positive is the other view. `with_self` keeps an anchor in
+    its own denominator. `chunk_size` is as in `ContrastiveConfig`.
     """
     u_GD = own_rows_first(u_ND)
     anchors_ND = u_GD[:num_anchors]

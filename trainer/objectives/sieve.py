@@ -44,10 +44,11 @@ class SieveConfig(ContrastiveConfig):
 def sieve_loss(
     z_a_BX: Tensor, z_b_BX: Tensor, *, temperature: float, forgetting_weight: float, chunk_size: int | None = None
 ) -> ObjectiveOutput:
-    """Return NT-Xent of the embedding + that of the early head + `forgetting_weight` * its distance from uniform.
+    """Return the sum of three losses: NT-Xent of the embedding, NT-Xent of the early head, and the forgetting loss.
 
-    Also logs the last two, as `early_loss` and `early_distance`. The embeddings have 3 D columns: the embedding, and
-    those of `EarlyHead`. All else is as in `nt_xent_loss`.
+    The forgetting loss is `forgetting_weight` times the distance of the early head's predictions from uniform ones.
+    Also logs `early_loss` and `early_distance`, both without weight. The input has 3 D columns: the embedding, then
+    the columns of `EarlyHead`. All else is as in `nt_xent_loss`.
     """
     settings: dict[str, Any] = {"temperature": temperature, "chunk_size": chunk_size}
     embedding, learning, forgetting = zip(z_a_BX.chunk(3, dim=1), z_b_BX.chunk(3, dim=1), strict=True)

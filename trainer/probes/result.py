@@ -63,7 +63,7 @@ class ProbeResult(Schema):
     right_samples: for each method, "linear" and "knn", a bit for each test sample, see `unpack_right`. It lacks
         methods of old results.
     confusion: for each method, how many test samples of a right class get a class: (right, class, samples), without
-        those of no samples; none in old results.
+        pairs that no sample has; none in old results.
     scored: the encoder, if it is not that of a run on its own data.
     run: the run whose encoder it is, see `trainer.reports.config_identity.run_identity`; None in old results, and if
         the run records no start.
