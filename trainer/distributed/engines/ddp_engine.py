@@ -38,11 +38,12 @@ class DDPEngine:
         self._parallel: DistributedDataParallel | None = None
         if world_size() > 1:
             # Buffers need no broadcast: synchronised batch norm computes the same statistics on every rank. A broadcast
-            # between the two forward passes of a step would change a tensor that the backward pass still needs.
+            # between the two forward passes of a step would change a tensor that the backward pass still needs. All
+            # versions of torch have the attribute; the argument is deprecated since 2.13.
             device = next(module.parameters()).device
-            self._parallel = parallel = DistributedDataParallel(
-                module, device_ids=[device] if device.type == "cuda" else None, broadcast_buffers=False
-            )
+            device_ids = [device] if device.type == "cuda" else None
+            self._parallel = parallel = DistributedDataParallel(module, device_ids=device_ids)
+            parallel.broadcast_buffers = False
             if device.type == "cpu":
                 # A filter of one pixel has the same strides in both memory formats, and torch's kernel for the
                 # processor decides which one its gradient reports.
