@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container
+from functools import cached_property
 from itertools import groupby
 from typing import Self
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.kinds import path_of
 from trainer.models.activation_checkpointing import Checkpointing, run_blocks
 from trainer.models.batch_norm import SplitBatchNorm2d, SynchronizedBatchNorm2d, replace_batch_norm
 from trainer.models.cast_weights import cast_weights
@@ -26,14 +28,17 @@ class Trunk(nn.Module):
     """The base class of networks without a classifier, from pictures (B, `in_channels`, H, W) to their last map.
 
     Attributes:
-        num_channels: the channels C of what `pool` returns.
         checkpointing: the part that the backward pass computes again, set after the trunk is built. A trunk may ignore
             it, and then needs more memory.
     """
 
-    num_channels: int
     checkpointing: Checkpointing = "none"
     _frozen: tuple[nn.Module, ...] = ()
+
+    @cached_property
+    def num_channels(self) -> int:
+        """Return the channels C of what `pool` returns. Every trunk sets this; raises `UserError` if it does not."""
+        raise UserError(f"{path_of(type(self))} has no num_channels; set it to the channels of what its pool returns")
 
     def stage_parameters(self) -> list[list[nn.Parameter]]:
         """Return the parameters of the stem, and those of each stage, in the order in which they run; empty if unknown.

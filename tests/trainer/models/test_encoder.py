@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -18,7 +18,9 @@ from trainer.models import (
     WideResNet34x5Config,
     build_encoder,
 )
+from trainer.models.encoder import BaseEncoderConfig
 from trainer.models.resnet import wide_resnet_trunk
+from trainer.models.trunk import Trunk
 
 CIFAR10 = Normalization(mean=(0.491, 0.482, 0.446), std=(0.247, 0.243, 0.261))
 SMALL = ResNetConfig(kind="resnet10", width=4)
@@ -277,3 +279,17 @@ def test_groups_that_do_not_divide_the_rows_are_refused(num_groups: int, batch_n
 def test_wrong_configs(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         CONFIGS.validate_python(wrong)
+
+
+def test_a_trunk_that_does_not_say_its_channels_is_refused_in_one_sentence() -> None:
+    class Silent(Trunk):
+        pass
+
+    class SilentConfig(BaseEncoderConfig):
+        kind: Literal["silent"] = "silent"
+
+        def build_trunk(self) -> Trunk:
+            return Silent()
+
+    with pytest.raises(UserError, match=r"Silent has no num_channels; set it to the channels of .*its pool returns$"):
+        build_encoder(SilentConfig())
