@@ -224,6 +224,7 @@ def check_ranks(rank: str, store: str) -> None:
     for place in (3, 4):
         dist.all_reduce(found[place])
     assert_near(found[3:], expected[3:], rtol=1e-5, case="parameters")
+    dist.destroy_process_group()  # a thread of gloo that still runs at the exit aborts the process
 
 
 def check_the_trial() -> None:
