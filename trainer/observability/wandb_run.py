@@ -72,8 +72,6 @@ class WandbRun:
             exit_code = 1 if failed else 0
             going_on = "the missing steps are in RUN_DIR/wandb, for `wandb sync`"
             self._guard(lambda: run.finish(exit_code=exit_code), going_on=going_on)
-            if run.offline:
-                self._log_sync_command("Weights & Biases: the run is in")
 
     def _start(self, mode: Literal["online", "offline"]) -> None:
         if mode == "offline":
@@ -93,14 +91,15 @@ class WandbRun:
         if mode == "online":  # after a resume, the server knows the last step
             self._last_step = self._run.starting_step - 1
         else:
-            self._log_sync_command("Weights & Biases is offline and writes to")
+            self._log_sync_command()
 
-    def _log_sync_command(self, what: str) -> None:
+    def _log_sync_command(self) -> None:
         """Log the place of the files of this run, and the command that sends them to the server."""
         folder = self._run_dir.path.absolute() / "wandb"
         found = sorted(folder.glob("offline-run-*"))
         where = shlex.quote(str(found[0])) if len(found) == 1 else f"{shlex.quote(str(folder))}/offline-run-*"
-        logger.info("%s %s; on a machine that reaches the server, run: wandb sync %s", what, folder, where)
+        said = "Weights & Biases is offline and writes to %s; on a machine that reaches the server, run: wandb sync %s"
+        logger.info(said, folder, where)
 
     def _start_online(self) -> bool:
         try:
