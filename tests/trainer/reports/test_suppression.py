@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +74,10 @@ def test_the_page_names_the_planted_winner_and_draws_figures(tmp_path: Path, mon
     assert published[2].endswith(" (18.7)")
     assert published[4] == "– (10.3)"
     assert "24 runs, seeds 0, 1, 2" in page
-    for name in ("accuracies", "difficulties"):
-        assert f"](page/{name}.png)" in page
-        assert (tmp_path / "page" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    links = re.findall(r"\]\((.+?)\)", page)
+    assert links == ["page/accuracies.png", "page/difficulties.png"], "nothing else is beside the page"
+    for link in links:
+        assert (tmp_path / link).read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_page_of_the_table_is_that_of_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
