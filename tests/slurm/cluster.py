@@ -9,11 +9,11 @@ once.
 
 Where namespaces can be made (as root), each node is a machine of its own: it has its own network, connected by a
 bridge, its own host name and /dev/shm, and the /etc/hosts of Debian, which gives its own name the address 127.0.1.1.
-Elsewhere the nodes are addresses of this machine, 127.0.0.2 to 127.0.0.7, which resolve without /etc/hosts.
+Elsewhere the nodes are addresses of this machine, 127.0.0.2 to 127.0.0.10, which resolve without /etc/hosts.
 
 A job of the partition `urgent` takes nodes away from a job of `debug`, which is warned 30 seconds before. A node that
-does not answer for 20 seconds is down. The partition `other` has two nodes of its own. A requeued job starts again
-after about 10 seconds, not two minutes.
+does not answer for 10 seconds is down. The partition `other` has five nodes of its own, and gives each to one job only.
+A requeued job starts again after about 10 seconds, not two minutes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NETWORK = "ip link add tried type bridge && ip link add this type veth peer nam
 _TRY = ("unshare", "--net", "--uts", "--mount", "bash", "-c", _NETWORK)
 APART = subprocess.run(_TRY, capture_output=True).returncode == 0
 NUM_NODES = 4
-ALL_NAMES = tuple(f"n{number}" if APART else f"127.0.0.{2 + number}" for number in range(NUM_NODES + 2))
+ALL_NAMES = tuple(f"n{number}" if APART else f"127.0.0.{2 + number}" for number in range(NUM_NODES + 5))
 NODE_NAMES, OTHERS = ALL_NAMES[:NUM_NODES], ALL_NAMES[NUM_NODES:]
 CPUS_PER_NODE = 4
 INSTALL = "apt-get install --yes slurmctld slurmd slurm-client munge iproute2"
@@ -72,13 +72,13 @@ SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=1
 ReturnToService=2
 KillWait=4
 MessageTimeout=20
-SlurmdTimeout=20
+SlurmdTimeout=10
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 {nodes}
 PartitionName=debug Nodes={names} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=30
 PartitionName=urgent Nodes={names} MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
-PartitionName=other Nodes={others} MaxTime=24:00:00 State=UP
+PartitionName=other Nodes={others} MaxTime=24:00:00 State=UP OverSubscribe=EXCLUSIVE
 """
 NODE = "NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} CPUs={cpus} RealMemory=4000"
 # Begins slurmd on a machine of its own, whose network `ip` has made.

@@ -1,11 +1,11 @@
 """Do to real jobs of two nodes what can happen to them: which steps are repeated, and which jobs start again.
 
-One job gets the warnings of Slurm and of users, one after another, and ends with the bits of an undisturbed run, which
-two gloo ranks train without Slurm. Another run loses a rank, which its batch script starts again, and then dies of
-faults without a warning, and is submitted again after each.
-These two go on at the same time, each in a thread. They pause at each step, so that they do not end before their
-faults, and leave the cores to ranks that start. The tests check what was recorded at each fault; `pytest -s` prints a
-line of a table for each.
+One job gets the warnings of Slurm and of users, one after another, and another one loses a node. Both end with the bits
+of an undisturbed run, which two gloo ranks train without Slurm. A third run loses a rank, which its batch script starts
+again, and then dies of faults without a warning, and is submitted again after each.
+All of this goes on at the same time, each job in a thread. The jobs pause at each step, so that they do not end before
+their faults, and leave the cores to ranks that start. The tests check what was recorded at each fault; `pytest -s`
+prints a line of a table for each.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ PAUSE_SECONDS = 0.15  # in each step
 WATCHDOG_SECONDS = 6.0
 PATIENCE_SECONDS = 300.0  # the longest wait, on a machine that is busy with other tests
 POLL_SECONDS = 0.2
-NODE_FAULT = 2  # among the moments of the warned job
 CHECKPOINT = ["checkpoint.json", "encoder.safetensors", "encoder_optimizer.safetensors"]
 SECONDS_TO_REPORT_A_FREEZE = 60
 # Python runs a file of this name (sitecustomize) first. In a task of srun, such as a rank, this one waits.
@@ -260,7 +259,6 @@ def signals(pid: int, name: str) -> set[int]:
 
 def warnings(training: Training) -> Iterator[Moment]:
     """Warn a job in every way in which Slurm and users do; it goes on by itself each time."""
-    cluster = training.cluster
     training.close_gate()
     training.submit()
     warned = "`scancel --signal=USR2 --full` while the ranks start"
@@ -269,6 +267,13 @@ def warnings(training: Training) -> Iterator[Moment]:
     urgent = ["sbatch", "--partition=urgent", f"--nodes={NUM_NODES}", "--exclusive", "--output=/dev/null"]
     urgent += ["--wrap=sleep 1"]
     yield training.started_again("preempted, with notice of 30 s (SIGTERM)", lambda: training.run_slurm(*urgent))
+    yield training.ended("nothing more", lambda: None)
+
+
+def lost_node(training: Training) -> Iterator[Moment]:
+    """Take a node away from a job, which goes on by itself on others."""
+    cluster = training.cluster
+    training.submit()
     training.wait_for_a_few_steps()
     lost = cluster.nodes(training.job_id)[1]
     yield training.started_again("a node's slurmd and all its processes die", lambda: cluster.kill_node(lost))
@@ -309,20 +314,22 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def stories(cluster: Cluster, settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stories]:
-    """Start both stories. At the end the cluster is left as it was found, even if a story has failed."""
+    """Start the stories. At the end the cluster is left as it was found, even if a story has failed."""
     runs = tmp_path_factory.mktemp("runs")
     whole = [*settings, "data.num_workers=0", "tracking.wandb=offline"]
     streamed = [*settings, "data.num_workers=1", "data.placement=stream", f"watchdog.limit_seconds={WATCHDOG_SECONDS}"]
     hour = ["--time-minutes", "60"]
     warned = Training(cluster, runs / "warned", whole, flags=hour)
     others = ["--partition", "other", *hour]
+    bereft = Training(cluster, runs / "bereft", whole, flags=others)
     killed = Training(cluster, runs / "killed", [*streamed, "tracking.wandb=disabled"], flags=others)
     with ThreadPoolExecutor() as pool:
         yield {
             "warnings": pool.submit(lambda: list(warnings(warned))),
+            "lost_node": pool.submit(lambda: list(lost_node(bereft))),
             "deaths": pool.submit(lambda: list(deaths(killed))),
         }
-        for training in (warned, killed):
+        for training in (warned, bereft, killed):
             training.is_given_up.set()
     cluster.cancel_all()
     cluster.repair_nodes()
@@ -335,6 +342,28 @@ def undisturbed(stories: Stories, settings: list[str], tmp_path_factory: pytest.
     whole = [*settings, "data.num_workers=0", "tracking.wandb=disabled"]
     run_ranks(train_undisturbed, NUM_RANKS, whole, path, timeout_s=PATIENCE_SECONDS)
     return RunDir(path)
+
+
+@pytest.mark.parametrize(("story", "restarts"), [("warnings", 2), ("lost_node", 1)])
+def test_after_all_that_it_is_the_run_that_nothing_disturbed(
+    story: str, restarts: int, undisturbed: RunDir, stories: Stories
+) -> None:
+    """On a CPU the parameters and the losses are equal bit for bit, and W&B has one run with every step once."""
+    last = stories[story].result()[-1]
+    assert (last.job["JobState"], last.job["ExitCode"], last.job["Restarts"]) == ("COMPLETED", "0:0", str(restarts))
+    run_dir = last.run_dir
+    assert run_dir.latest_step() == NUM_STEPS
+    names = sorted(path.name for path in undisturbed.checkpoint(NUM_STEPS).glob("*.safetensors"))
+    assert names
+    for name in names:
+        expected, found = (
+            safetensors.torch.load_file(directory.checkpoint(NUM_STEPS) / name) for directory in (undisturbed, run_dir)
+        )
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    assert losses(run_dir) == losses(undisturbed)
+    assert list(losses(run_dir)) == list(range(1, NUM_STEPS + 1))
+    assert wandb_steps(run_dir, num_starts=restarts + 1) == list(range(1, NUM_STEPS + 1))
 
 
 @pytest.mark.parametrize(
@@ -353,8 +382,8 @@ def test_who_is_warned_saves_and_is_started_again(number: int, why: str, stories
 
 
 def test_a_node_that_dies_costs_the_steps_since_the_last_checkpoint(stories: Stories) -> None:
-    moment = stories["warnings"].result()[NODE_FAULT]
-    check_requeued(moment, restarts=NODE_FAULT + 1)
+    moment = stories["lost_node"].result()[0]
+    check_requeued(moment, restarts=1)
     newest = moment.last_step // CHECKPOINT_EVERY * CHECKPOINT_EVERY
     # A thread writes checkpoints during training, so the newest may not have been whole.
     possible = [newest - CHECKPOINT_EVERY, newest] if moment.last_step <= newest + STEPS_OF_A_SAVE else [newest]
@@ -370,25 +399,6 @@ def check_requeued(moment: Moment, *, restarts: int) -> None:
     assert [start["start_step"] for start in starts] == sorted(start["start_step"] for start in starts)
     assert moment.steps == list(range(1, len(moment.steps) + 1))
     assert moment.saved == CHECKPOINT
-
-
-def test_after_all_that_it_is_the_run_that_nothing_disturbed(stories: Stories, undisturbed: RunDir) -> None:
-    """On a CPU the parameters and the losses are equal bit for bit, and W&B has one run with every step once."""
-    job = stories["warnings"].result()[NODE_FAULT + 1].job
-    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "3")
-    run_dir = stories["warnings"].result()[-1].run_dir
-    assert run_dir.latest_step() == NUM_STEPS
-    names = sorted(path.name for path in undisturbed.checkpoint(NUM_STEPS).glob("*.safetensors"))
-    assert names
-    for name in names:
-        expected, found = (
-            safetensors.torch.load_file(directory.checkpoint(NUM_STEPS) / name) for directory in (undisturbed, run_dir)
-        )
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
-    assert losses(run_dir) == losses(undisturbed)
-    assert list(losses(run_dir)) == list(range(1, NUM_STEPS + 1))
-    assert wandb_steps(run_dir, num_starts=4) == list(range(1, NUM_STEPS + 1))
 
 
 def test_a_rank_that_is_killed_is_started_again_in_the_same_job(stories: Stories) -> None:
@@ -432,7 +442,7 @@ def test_what_is_cancelled_is_saved_and_stays_cancelled(
     run_dir = moment.run_dir
     expected = losses(undisturbed)
     assert losses(run_dir) == {step: expected[step] for step in moment.steps}, "submitted again, it is the same run"
-    assert cluster.output("squeue", "--noheader", "--partition=other") == ""
+    assert not cluster.output("squeue", "--noheader", "--jobs", moment.job["JobId"])
 
 
 def check_over(moment: Moment, *, starts: int) -> None:
