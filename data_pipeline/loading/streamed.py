@@ -52,6 +52,8 @@ def streamed_batches(
         pin_memory=pin_memory,
         worker_init_fn=_leave_signals_to_parent,
         generator=torch.Generator(),  # without its own, a DataLoader draws from the caller's random state
+        # Forked, a worker has the opened indexes at once. Python 3.14 would start new processes, which import torch.
+        multiprocessing_context="fork" if num_workers else None,
     )
     # W&B starts threads in every process that is forked, before `worker_init_fn`. They inherit this.
     with signals_blocked({signal.SIGTERM, signal.SIGINT}):

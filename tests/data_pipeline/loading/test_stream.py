@@ -388,7 +388,7 @@ def test_a_worker_ends_with_a_sigterm_of_the_training_process_and_of_no_other(da
         next(batches)
     (worker,) = set(multiprocessing.active_children()) - before
     for name in ("TERM", "INT", "TERM"):
-        subprocess.run(["kill", f"-{name}", str(worker.pid)], check=True)
+        subprocess.run(["sh", "-c", f"kill -{name} {worker.pid}"], check=True)
     worker.join(timeout=0.2)
     assert worker.is_alive()
     next(batches)
