@@ -33,7 +33,7 @@ def case_of(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.pinned if name in WITH_DINO else ())
 
 
-@pytest.mark.parametrize("case", map(case_of, objectives.CASES))
+@pytest.mark.parametrize("case", [*map(case_of, objectives.CASES)])
 def test_objective_on_one_process(case: str) -> None:
     assert_frozen(objectives.one_case(case), GOLDEN["objectives"][case], rtol=RTOL_OF_OBJECTIVES[case])
 
@@ -47,7 +47,7 @@ def test_objectives_on_two_ranks() -> None:
             assert_frozen(of_rank[case], GOLDEN["objectives"][case], rtol=RTOL_OF_OBJECTIVES[case])
 
 
-@pytest.mark.parametrize("case", map(case_of, steps.CASES))
+@pytest.mark.parametrize("case", [*map(case_of, steps.CASES)])
 def test_training_step(case: str) -> None:
     assert_frozen(steps.one_case(case), GOLDEN["steps"][case], rtol=RTOL_OF_STEPS[case])
 
