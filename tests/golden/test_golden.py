@@ -39,12 +39,11 @@ def test_objective_on_one_process(case: str) -> None:
 
 
 @pytest.mark.ranks
-def test_objectives_on_two_ranks() -> None:
+@pytest.mark.parametrize("case", [*map(case_of, ("nt_xent in chunks", "barlow_twins", "moco", "dino"))])
+def test_objective_on_two_ranks(case: str) -> None:
     """One for each way in which ranks share rows; `test_exactness` has all objectives."""
-    cases = ("nt_xent in chunks", "barlow_twins", "moco", "dino")
-    for of_rank in run_ranks(objectives.numbers_of, 2, cases):
-        for case in cases:
-            assert_frozen(of_rank[case], GOLDEN["objectives"][case], rtol=RTOL_OF_OBJECTIVES[case])
+    for of_rank in run_ranks(objectives.numbers_of, 2, (case,)):
+        assert_frozen(of_rank[case], GOLDEN["objectives"][case], rtol=RTOL_OF_OBJECTIVES[case])
 
 
 @pytest.mark.parametrize("case", [*map(case_of, steps.CASES)])

@@ -192,7 +192,8 @@ def _before_relu(
             out = tl.load(out_ptr + place, exists, other=0.0)
         else:
             out = tl.fma(x - mean[None, :], scale[None, :], bias[None, :]).to(out_ptr.dtype.element_ty)
-        grad = tl.where(out <= 0.0, 0.0, grad)
+        # In float32, because the interpreter of Triton 3.9 compares the bits of bfloat16 values.
+        grad = tl.where(out.to(tl.float32) <= 0.0, 0.0, grad)
     return grad
 
 
