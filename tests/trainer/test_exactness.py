@@ -19,6 +19,7 @@ import torch
 from configs import resolve_recipe
 from data_pipeline.core.batch import Batch
 from tests.gloo import run_ranks
+from tests.old_versions import HAS_FSDP
 from tests.small_encoder import CONVNET
 from trainer.build import build_training
 from trainer.config import RunConfig
@@ -129,7 +130,7 @@ OTHERS: dict[str, tuple[Callable[[str, list[str]], RunConfig], str, list[str]]] 
     "two_sizes_by_label": (configure_multi_crop, "supervised", []),
     "two_sizes_of_normal_embeddings": (configure_multi_crop, "sigreg", []),
 }
-CUT = ["resnet", "in_turns", "transformer", "split_batch_norm", "two_sizes", "pruned_late", "sieve"]
+CUT = ["resnet", "in_turns", "transformer", "split_batch_norm", "two_sizes", "pruned_late", "sieve"] if HAS_FSDP else []
 ENGINES = [(name, "fsdp" if name in CUT else "ddp") for name in OTHERS]
 
 

@@ -13,6 +13,7 @@ from configs import resolve_recipe
 from data_pipeline.core.batch import Batch
 from data_pipeline.core.errors import UserError
 from tests.gloo import run_ranks
+from tests.old_versions import needs_fsdp
 from trainer.build import Training, build_training
 from trainer.distributed.collectives import rank, world_size
 from trainer.models import ResNetConfig, TimmConfig, build_encoder
@@ -68,7 +69,9 @@ def states(settings: Sequence[str]) -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "settings", [pytest.param(CASES[name], id=name, marks=needs_fsdp if name == "fsdp" else ()) for name in CASES]
+)
 def test_frozen_stages_keep_every_bit_on_two_ranks(settings: Sequence[str]) -> None:
     for found in run_ranks(states, 2, settings, timeout_s=300):
         before, after = found["before"], found["after"]

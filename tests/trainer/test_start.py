@@ -13,6 +13,7 @@ from torch import Tensor
 from configs import debug, resolve_recipe
 from data_pipeline.core.errors import UserError
 from tests.gloo import run_ranks
+from tests.old_versions import needs_fsdp
 from tests.tiny_data import write_tiny_pair
 from trainer import load_encoder, save_encoder
 from trainer.config import RunConfig, read_run_config
@@ -103,7 +104,10 @@ def test_an_export_starts_another_run_with_the_same_features(data: Path, weights
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("engine", [["engine.kind=fsdp"], ["engine.kind=deepspeed"], ["objective.kind=moco"]])
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param(["engine.kind=fsdp"], marks=needs_fsdp), ["engine.kind=deepspeed"], ["objective.kind=moco"]],
+)
 def test_all_ranks_begin_alike_under_every_engine(
     engine: Sequence[str], data: Path, weights: Path, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ import torch
 from configs import resolve_recipe
 from data_pipeline.core.batch import Batch
 from tests.gloo import run_ranks
+from tests.old_versions import needs_fsdp
 from tests.small_encoder import CONVNET, convnet
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from trainer.build import build_training
@@ -235,6 +236,7 @@ def goes_on(run_dir: Path, config: RunConfig, num_ranks: int, copy: Path) -> Pat
     return copy
 
 
+@needs_fsdp
 @pytest.mark.ranks
 def test_fsdp_follows_one_process_and_each_goes_on_from_the_other(
     data: Path, tmp_path: Path, alone: Callable[[RunConfig], Path]

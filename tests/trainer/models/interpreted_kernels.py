@@ -36,12 +36,12 @@ ODD_SHAPES = [(6, 3, 5, 7), (1, 70, 3, 3), (2, 1, 4, 4), (8, 8, 1, 1), (6, 130)]
 
 
 def with_exact_bounds() -> None:
-    """Let the interpreter of Triton 3.6 take bounds of a loop from a NumPy that makes no number of an array of one."""
+    """Let the interpreter of Triton take bounds of a loop from a NumPy that makes no number of an array of one."""
     original = interpreter._patch_lang_tensor
 
-    def patched(tensor: Any, scope: Any) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+    def patched(tensor: Any, *scope: Any) -> None:
+        original(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
 
     interpreter._patch_lang_tensor = patched
 

@@ -59,6 +59,11 @@ class FSDPConfig(BaseEngineConfig):
     def build(self, module: nn.Module, given: EngineInputs) -> FSDPEngine | DDPEngine:
         if world_size() == 1:
             return DDPEngine(module, optimizer=given.optimizer)
+        if torch.__version__ < "2.11":  # by numbers
+            raise UserError(
+                "on several ranks, engine.kind=fsdp needs torch 2.11 or newer, because older ones give wrong gradients "
+                f"or fail in gradient checkpointing, but this is {torch.__version__}; set engine.kind=ddp or deepspeed"
+            )
         return FSDPEngine(module, optimizer=given.optimizer, blocks=given.blocks)
 
     def optimizer_share(self, world_size: int) -> float:
