@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import wandb
+from wandb.analytics.opentelemetry import opentelemetry_proxy
 from wandb.util import get_core_path
 
 from data_pipeline.core.system import signals_blocked, unset_empty_variables, variable
@@ -38,7 +39,7 @@ class WandbRun:
 
     def __init__(self, run_dir: RunDir, config: TrackingConfig, settings: Mapping[str, Any]) -> None:
         """Start the W&B run or resume it, and send the steps of metrics.jsonl that it lacks."""
-        unset_empty_variables("WANDB_")
+        _prepare()
         self._run_dir, self._config, self._settings = run_dir, config, dict(settings)
         self._run: wandb.Run | None = None
         self._has_failed = False
@@ -121,6 +122,12 @@ class WandbRun:
             self._has_failed = True
 
 
+def _prepare() -> None:
+    """Call this before any other call of W&B. Its library then sends nothing about itself, as it does even offline."""
+    unset_empty_variables("WANDB_")
+    opentelemetry_proxy.disable()
+
+
 def _open(
     run_dir: RunDir,
     tracking: TrackingConfig,
@@ -191,7 +198,7 @@ def summarize(run_dir: RunDir, config: TrackingConfig, numbers: Mapping[str, flo
     """
     if not run_dir.wandb_run_id.is_file():
         return
-    unset_empty_variables("WANDB_")
+    _prepare()
     try:
         with _open(run_dir, config, mode=_mode(config), measures_machine=False) as run:
             run.summary.update(dict(numbers))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -36,7 +37,7 @@ from trainer.training_log import open_tracker
 from trainer.observability import wandb_run
 from trainer.run_dir import RunDir
 wandb_run.INIT_SECONDS = 3
-config = resolve_recipe("debug:image", ["tracking.wandb=online"])
+config = resolve_recipe("debug:image", ["tracking.wandb=" + sys.argv[2]])
 tracker = open_tracker(RunDir(Path(sys.argv[1])), config)
 for step in (1, 2):
     tracker.log(step, {"train/loss": 1.0})
@@ -138,7 +139,7 @@ def test_a_dead_server_means_offline(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     for name in ("WANDB_SERVICE", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
-    done = run_python([sys.executable, "-c", TWO_STEPS, str(tmp_path)], cwd=ROOT)
+    done = run_python([sys.executable, "-c", TWO_STEPS, str(tmp_path), "online"], cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "going on offline" in done.stderr
     ((folder, steps),) = [
@@ -147,6 +148,20 @@ def test_a_dead_server_means_offline(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert folder.startswith("offline-run-")
     assert steps == [1, 2]
     assert [entry["step"] for entry in RunDir(tmp_path).read_metrics()] == [1, 2]
+
+
+@pytest.mark.process
+def test_an_offline_run_asks_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B's library would tell its server about itself, at the end of the process."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        for name in ("WANDB_SERVICE", "WANDB_MODE"):
+            monkeypatch.delenv(name, raising=False)
+        done = run_python([sys.executable, "-c", TWO_STEPS, str(tmp_path), "offline"], cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        with pytest.raises(BlockingIOError):
+            server.accept()
 
 
 def test_tensorboard_has_every_step_once_and_the_pictures(tmp_path: Path) -> None:
