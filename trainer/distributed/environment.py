@@ -32,7 +32,8 @@ from trainer.distributed.collectives import all_gather_json
 
 logger = logging.getLogger(__name__)
 
-# slurm.h numbers the steps that srun did not start (batch script, interactive shell, extern) down from 0xFFFFFFFF.
+# slurm.h numbers the steps that srun did not start (batch script, interactive shell, extern) down from 0xFFFFFFFF, which
+# newer versions write as -1.
 _FIRST_RESERVED_STEP: Final = 0xFFFFFFF0
 # Below Linux's ephemeral range (from 32768), so that no outgoing connection takes one of them before it is used.
 PORTS: Final = range(20_000, 32_000)
@@ -218,7 +219,7 @@ def _read_torchrun(environ: Mapping[str, str]) -> WorldEnv:
 
 
 def _in_slurm_step(environ: Mapping[str, str]) -> bool:
-    return "SLURM_STEP_ID" in environ and int(environ["SLURM_STEP_ID"]) < _FIRST_RESERVED_STEP
+    return "SLURM_STEP_ID" in environ and 0 <= int(environ["SLURM_STEP_ID"]) < _FIRST_RESERVED_STEP
 
 
 def _read_slurm(environ: Mapping[str, str]) -> WorldEnv:

@@ -88,6 +88,7 @@ def test_slurm_port_is_shared_by_the_ranks_and_not_by_other_jobs_or_steps() -> N
         SBATCH_SCRIPT,
         {"SLURM_JOB_ID": "3", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "n[0-1]"},  # salloc
         SRUN_TASK | {"SLURM_STEP_ID": "4294967290"},  # salloc with LaunchParameters=use_interactive_step
+        SBATCH_SCRIPT | {"SLURM_STEP_ID": "-5"},  # Slurm 26.05
     ],
 )
 def test_without_srun_or_torchrun_it_is_a_single_process(environ: dict[str, str]) -> None:
