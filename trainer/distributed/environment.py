@@ -32,8 +32,8 @@ from trainer.distributed.collectives import all_gather_json
 
 logger = logging.getLogger(__name__)
 
-# slurm.h numbers the steps that srun did not start (batch script, interactive shell, extern) down from 0xFFFFFFFF, which
-# newer versions write as -1.
+# slurm.h numbers the steps that srun did not start (batch script, interactive shell, extern) down from 0xFFFFFFFF, or
+# from -1 in newer versions.
 _FIRST_RESERVED_STEP: Final = 0xFFFFFFF0
 # Below Linux's ephemeral range (from 32768), so that no outgoing connection takes one of them before it is used.
 PORTS: Final = range(20_000, 32_000)
