@@ -54,13 +54,17 @@ setup(
         "scipy>=1.13",
         "simplejpeg>=1.8",
         "soundfile>=0.12",
-        "submitit==1.5.4",
-        "wandb==0.31.0",
-        "webdataset==1.0.2",
+        "submitit>=1.5.2",
+        "wandb>=0.31",
+        "webdataset>=0.2.86",
     ],
     extras_require={
-        # The newest torchaudio, which the tests compare with, and the versions that it was built with.
-        "tested": ["torch==2.11.0", "torchaudio==2.11.0", "torchvision==0.26.0"],
+        # Of packages that change often, the versions of make's environment. Tests compare with torchaudio, whose newest
+        # version was built with this torch.
+        "tested": [
+            *("torch==2.11.0", "torchaudio==2.11.0", "torchvision==0.26.0"),
+            *("submitit==1.5.4", "wandb==0.31.0", "webdataset==1.0.2"),
+        ],
         "parquet": ["pyarrow>=15"],
         "test": [
             DEEPSPEED,

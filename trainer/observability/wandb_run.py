@@ -7,6 +7,7 @@ metrics.jsonl. Guarantees: W&B gets each step exactly once.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import wandb
-from wandb.analytics.opentelemetry import opentelemetry_proxy
 from wandb.util import get_core_path
 
 from data_pipeline.core.system import signals_blocked, unset_empty_variables, variable
@@ -125,7 +125,10 @@ class WandbRun:
 def _prepare() -> None:
     """Call this before any other call of W&B. Its library then sends nothing about itself, as it does even offline."""
     unset_empty_variables("WANDB_")
-    opentelemetry_proxy.disable()
+    with contextlib.suppress(ImportError):  # a later version may have it elsewhere
+        from wandb.analytics.opentelemetry.opentelemetry_proxy import disable
+
+        disable()
 
 
 def _open(
