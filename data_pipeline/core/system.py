@@ -12,11 +12,12 @@ import os
 import signal
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 PROC: Final = Path("/proc")
+CGROUPS: Final = Path("/sys/fs/cgroup")
 SHARED: Final = Path("/dev/shm")  # files in memory, of one machine or container
 
 
@@ -43,12 +44,16 @@ def name_unknown_user() -> None:
         os.environ["LOGNAME"] = f"uid-{os.getuid()}"
 
 
-def num_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
+def num_cores(cgroups: Path = CGROUPS) -> int:
+    """Return the number of cores that this process may run on, at most what the quota of its container is worth."""
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # "max" is no quota
+        quota, period = (cgroups / "cpu.max").read_text(encoding="utf-8").split()
+        cores = min(cores, math.ceil(int(quota) / int(period)))
+    return cores
 
 
-def free_host_bytes(proc: Path = PROC, cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+def free_host_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     """Return the bytes that this process can still allocate, by the machine and by its cgroups (versions 1 and 2)."""
     fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text(encoding="utf-8").splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024

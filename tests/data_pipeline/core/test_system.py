@@ -1,15 +1,16 @@
-"""An empty environment variable counts as unset; a user without an account has a name."""
+"""An empty environment variable counts as unset; a user without an account has a name; a quota limits the cores."""
 
 from __future__ import annotations
 
 import getpass
 import os
 import pwd
+from pathlib import Path
 
 import pytest
 
 from data_pipeline.core.errors import run_command
-from data_pipeline.core.system import unset_empty_variables, variable
+from data_pipeline.core.system import num_cores, unset_empty_variables, variable
 
 
 def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,3 +56,12 @@ def test_the_name_of_a_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOGNAME", "ada")
     run_command(lambda: None)
     assert os.environ["LOGNAME"] == "ada"
+
+
+def test_a_container_has_the_cores_of_its_quota(tmp_path: Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    quotas = {None: cores, "max 100000": cores, "50000 100000": 1, f"{cores * 100_000 - 1} 100000": cores}
+    for quota, expected in {**quotas, "99900000 100000": cores}.items():
+        if quota is not None:
+            (tmp_path / "cpu.max").write_text(f"{quota}\n")
+        assert num_cores(tmp_path) == expected
