@@ -13,7 +13,8 @@ Elsewhere the nodes are addresses of this machine, 127.0.0.2 to 127.0.0.10, whic
 
 A job of the partition `urgent` takes nodes away from a job of `debug`, which is warned 30 seconds before. A node that
 does not answer for 10 seconds is down. The partition `other` has five nodes of its own, and gives each to one job only.
-A requeued job starts again after about 10 seconds, not two minutes.
+A requeued job starts again after about 10 seconds, not two minutes. Each node says that it has two GPUs, which are
+empty files.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ SlurmctldLogFile={directory}/log/slurmctld.log
 SlurmdLogFile={directory}/log/slurmd.%n.log
 SlurmctldPort={ports[0]}
 ProctrackType=proctrack/linuxproc
+GresTypes=gpu
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
@@ -80,7 +82,7 @@ PartitionName=debug Nodes={names} Default=YES MaxTime=INFINITE State=UP Priority
 PartitionName=urgent Nodes={names} MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 PartitionName=other Nodes={others} MaxTime=24:00:00 State=UP OverSubscribe=EXCLUSIVE
 """
-NODE = "NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} CPUs={cpus} RealMemory=4000"
+NODE = "NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} CPUs={cpus} RealMemory=4000 Gres=gpu:2"
 # Begins slurmd on a machine of its own, whose network `ip` has made.
 BOOT = """\
 hostname "$0"
@@ -125,6 +127,10 @@ class Cluster:
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(128))
         self._conf.write_text(_configuration(directory, self._network))
+        gpus = [directory / f"gpu{number}" for number in range(2)]
+        for gpu in gpus:
+            gpu.touch()
+        (directory / "gres.conf").write_text(f"Name=gpu File={gpus[0]},{gpus[1]}\n")
         if self._network is not None:
             self._network.make()
         munged = ["munged", "--foreground", f"--key-file={key}", f"--socket={directory}/munge.socket"]

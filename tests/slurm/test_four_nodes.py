@@ -116,19 +116,19 @@ def test_the_step_of_a_batch_script(
 ) -> None:
     """sbatch alone would set SLURM_CPUS_PER_TASK only for the script; this looks at the step, which has the ranks.
 
-    While the step holds all memory of the job, nodes still answer the question whether they are dead.
+    While the step holds all memory and GPUs of the job, nodes still answer the question whether they are dead.
     """
     (tmp_path / "slurm.yaml").write_text("setup: [export FROM_SETUP=1]\nsrun: ['--export=ALL,FROM_SRUN=2']\n")
     with contextlib.chdir(tmp_path):
-        asked = ["--nodes", "2", "--cpus-per-task", "3", *recipe]
+        asked = ["--nodes", "2", "--cpus-per-task", "3", "--gpus-per-node", "2", "--tasks-per-node", "1", *recipe]
         script = slurm_py_here(*asked, "--run-dir", tmp_path / "run", "--dry-run").stdout
     (tmp_path / "run/logs").mkdir(parents=True)
-    step = "bash -c 'echo $SLURM_CPUS_PER_TASK $FROM_SETUP $FROM_SRUN; sleep 5'"
+    step = "bash -c 'echo $SLURM_CPUS_PER_TASK $SLURM_GPUS_ON_NODE $FROM_SETUP $FROM_SRUN; sleep 5'"
     probe = re.sub(r"^train .*$", f'"${{ranks[@]}}" {step} &', script, flags=re.MULTILINE)
     (tmp_path / "job.sh").write_text(
         f"{probe}\nsleep 2; answer 2 && echo alive; [[ $(jobs -r) ]] && echo still; wait\n"
     )
     assert run("sbatch", "--wait", tmp_path / "job.sh", environ=slurm).returncode == 0
     (first, second) = (path.read_text() for path in sorted((tmp_path / "run/logs").glob("*_log.out")))
-    assert sorted(first.splitlines()) == ["3 1 2", "alive", "still"]
-    assert second == "3 1 2\n"
+    assert sorted(first.splitlines()) == ["3 2 1 2", "alive", "still"]
+    assert second == "3 2 1 2\n"
