@@ -236,9 +236,9 @@ def test_a_class_that_has_inherited_its_kind_is_refused(tmp_path: Path) -> None:
         "def optimizer(): return debug.image().model_copy(update={'optimizer': Optimizer()})\n"
     )
     with on_path(tmp_path):
-        with pytest.raises(UserError, match="derived:Loss has no kind of its own"):
+        with pytest.raises(UserError, match="derived:Loss in the section objective"):
             resolve_recipe("derived:loss")
-        with pytest.raises(UserError, match="the section optimizer"):
+        with pytest.raises(UserError, match="derived:Optimizer in the section optimizer"):
             resolve_recipe("derived:optimizer")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.kinds import path_of
 from trainer.config import RunConfig
 
 
@@ -17,13 +18,13 @@ def check_sections(config: RunConfig, *, where: str) -> None:
 
 
 def check_classes(config: RunConfig) -> None:
-    """Raise `UserError` if config.json would be read as a config with other classes, such as without a derived one."""
+    """Raise `UserError` if config.json would be read with other classes, such as the base of one without a kind."""
     again = RunConfig.parse(config.model_dump(mode="json"), where=f"the config {config.name}")
     changed = [name for name in RunConfig.model_fields if getattr(again, name) != getattr(config, name)]
     if changed:
         raise UserError(
-            f"the config {config.name} has a class of your own in the section {changed[0]}, which config.json cannot "
-            "name; use a class of this project there"
+            f"the config {config.name} has {path_of(type(getattr(config, changed[0])))} in the section {changed[0]}, "
+            "which config.json cannot name; declare a `kind` of its own in it, or use a class of this project there"
         )
 
 

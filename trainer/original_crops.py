@@ -21,10 +21,3 @@ def original_crops(config: RunConfig, train: TrainManifest) -> CropLaw | None:
     if train.is_online or not train.any_size or is_whole:
         return None
     return config.views.crop_law()
-
-
-def leave_out_crops(config: RunConfig, train: TrainManifest) -> RunConfig:
-    """Return the config with views that are not cropped, if their pictures come as crops."""
-    if original_crops(config, train) is None:
-        return config
-    return config.model_copy(update={"views": config.views.without_crop()})

@@ -35,7 +35,7 @@ from trainer.liveness import follow, stage
 from trainer.mixture import num_classes
 from trainer.models.batch_norm import share_running_statistics
 from trainer.open_settings import decide
-from trainer.original_crops import leave_out_crops, original_crops
+from trainer.original_crops import original_crops
 from trainer.pretrained import pinned
 from trainer.provenance import add_to_provenance, write_provenance
 from trainer.run_counters import RunCounters
@@ -189,7 +189,9 @@ def open_loop(
     """Build a training, restore it from the newest checkpoint, and return its loop; None if no step is left."""
     train_set = manifests.train
     num_steps = config.num_epochs * config.data.num_steps_per_epoch(train_set.num_samples, config.global_batch_size)
-    decided = leave_out_crops(decide(config, train_set), train_set)
+    decided, crops = decide(config, train_set), original_crops(config, train_set)
+    if crops is not None:
+        decided = decided.model_copy(update={"views": decided.views.without_crop()})
     is_new = config.encoder.weights is None or from_first_rank(lambda: newest_state(run_dir).step == 0, bool)
     training = build_training(
         decided, num_samples=train_set.num_samples, num_classes=num_classes(train_set), device=device, is_new=is_new
@@ -216,7 +218,7 @@ def open_loop(
         end_step=num_steps,
         device=device,
         manifest=train_set,
-        crops=original_crops(config, train_set),
+        crops=crops,
     )
     counters = RunCounters(run_dir, training, manifests, restored, device=device)
     if rank() == 0:

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, ClassVar, Final, Self, TypeVar, get_args
+from typing import Any, ClassVar, Final, TypeVar, get_args
 
-from pydantic import BaseModel, model_validator
+from pydantic import BaseModel
 from pydantic_core import PydanticCustomError
 
 from data_pipeline.core.errors import UserError
@@ -120,16 +120,6 @@ class KindConfig(Schema):
         if KIND in cls.__annotations__:
             for kind in kinds_of(cls):
                 cls.kinds.register(kind)(cls)
-
-    @model_validator(mode="after")
-    def _is_the_class_of_its_kind(self) -> Self:
-        """Refuse a class that has inherited its kind: a command that reads the config would build the other class."""
-        if self.kind not in self.kinds.names() or self.kinds.find_object(self.kind) is not type(self):
-            raise ValueError(
-                f"the class {path_of(type(self))} has no kind of its own; declare one in it, such as `kind: "
-                'Literal["mine"] = "mine"`'
-            )
-        return self
 
     def check(self, run: Any) -> None:
         """Raise `UserError` if this section does not fit the other settings of `run`, a `trainer.config.RunConfig`."""

@@ -6,6 +6,7 @@ import io
 import shutil
 from pathlib import Path
 from typing import Literal
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from data_pipeline.storage.manifest import Fields, load_manifest
 from tests.commands import call
 from tests.small_encoder import convnet
 from trainer import probe, report
-from trainer.original_crops import leave_out_crops, original_crops
+from trainer.original_crops import original_crops
 from trainer.preflight import check_data
 from trainer.run_dir import RunDir
 from trainer.train import train
@@ -179,8 +180,16 @@ def test_only_expert_views_of_tars_are_cropped_out_of_the_original(tars: Path, t
     assert original_crops(resolve_recipe("debug:image", settings(tars, "views.area=null")), train_set) is None
     whole = settings(tars, "objective={kind: nt_xent, negatives: samples}")  # a crop is no sample
     assert original_crops(resolve_recipe("debug:image", whole), train_set) is None
-    assert leave_out_crops(expert, train_set).views == ExpertImageConfig(area=None)
-    assert leave_out_crops(expert, built) == expert
+
+
+@pytest.mark.parametrize("crop_from", ["original", "decoded"])
+def test_views_are_cropped_once(crop_from: str, tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = resolve_recipe("debug:image", settings(tars, f"data.crop_from={crop_from}"))
+    built = Mock(side_effect=InterruptedError)
+    monkeypatch.setattr("trainer.train.build_training", built)
+    with pytest.raises(InterruptedError):
+        train(config, RunDir(tmp_path / "run"), device=CPU, command="train")
+    assert (built.call_args.args[0].views == config.views) == (crop_from == "decoded")
 
 
 def test_a_test_set_that_names_a_tar_of_the_train_set_is_refused(tars: Path, tmp_path: Path) -> None:
