@@ -47,24 +47,20 @@ def check_first_step(modules: TrainedModules, objective: Objective, *, device: t
     views, trunk = modules.view_policy, modules.encoder.trunk
     view_shape = None if config.data.mel is None else (1, config.data.mel.num_mels, config.data.mel.num_frames)
     may_leave_range = config.views.is_learned or not config.views.is_bounded or view_shape is not None
-    parts: dict[str, tuple[KindConfig, nn.Module, _Check]] = {
-        "views": (config.views, views, partial(_wrong_views, shape=view_shape, is_bounded=not may_leave_range)),
-        "encoder": (config.encoder, trunk, partial(_wrong_map, trunk)),
-        "objective": (config.objective, objective, lambda *_: None),  # the step raises what is wrong
+    check_views = partial(_wrong_views, shape=view_shape, is_bounded=not may_leave_range)
+    # Gradients are checked of the encoder with its head, which is trained even if a trunk detaches its map.
+    parts: dict[str, tuple[KindConfig, nn.Module, _Check, nn.Module | None]] = {
+        "views": (config.views, views, check_views, modules.viewmaker),
+        "encoder": (config.encoder, trunk, partial(_wrong_map, trunk), modules.encoder),
+        "objective": (config.objective, objective, lambda *_: None, objective),  # the step raises what is wrong
     }
-    # With its head, which is trained even if a trunk detaches its map.
-    trained = {
-        "encoder": modules.encoder,
-        "objective": objective,
-        **({"views": views} if config.views.is_learned else {}),
-    }
-    for section, (kind, module, check) in parts.items():
+    for section, (kind, module, check, trained) in parts.items():
         if is_own(kind):
             owner = type(kind) if package_of(type(module)) in OF_THIS_PROJECT else type(module)
             name = f"{path_of(owner)} ({section}.kind={kind.kind})"
             _check_first_call(module, name, check, draw_from=_DRAW_FROM.get(section), device=device)
-            if section in trained:
-                _check_gradients(trained[section], name)
+            if trained is not None:
+                _check_gradients(trained, name)
 
 
 def _check_first_call(

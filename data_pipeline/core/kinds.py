@@ -118,16 +118,11 @@ class KindConfig(Schema):
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         if KIND in cls.__annotations__:
-            for kind in kinds_of(cls):
+            for kind in get_args(cls.model_fields[KIND].annotation):
                 cls.kinds.register(kind)(cls)
 
     def check(self, run: Any) -> None:
         """Raise `UserError` if this section does not fit the other settings of `run`, a `trainer.config.RunConfig`."""
-
-
-def kinds_of(model: type[BaseModel]) -> tuple[str, ...]:
-    """Return the kinds that a config class declares; an empty tuple if it has no field `kind`."""
-    return get_args(model.model_fields[KIND].annotation) if KIND in model.model_fields else ()
 
 
 def path_of(found: Any) -> str:

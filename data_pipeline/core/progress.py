@@ -21,23 +21,18 @@ class Progress:
         self._enabled = enabled
         self._note = ""
         self._began = self._last_line = time.monotonic()
-        self._first: tuple[float, int] | None = None  # when the first advance ended, and what was done by then
+        self._timed_from: tuple[float, int] | None = None  # time and count of the first advance, which may compile
 
     def advance(self, num: int = 1, *, note: str = "") -> None:
         now = time.monotonic()
         self._done += num
         self._note = note or self._note
-        self._first = self._first or (now, self._done)
         if now - self._last_line > SECONDS_BETWEEN_LINES and self._done < self._total:
             self._last_line = now
-            self._print(f", {(self._total - self._done) / max(self._rate(now), 1e-9):.0f} s left")
-
-    def _rate(self, now: float) -> float:
-        """Return the speed since the first advance, which may hold a compilation; until then, since the beginning."""
-        began, done = self._first or (self._began, self._start)
-        if done == self._done:
-            began, done = self._began, self._start
-        return (self._done - done) / max(now - began, 1e-9)
+            began, done = self._timed_from or (self._began, self._start)
+            left = (now - began) * (self._total - self._done) / max(self._done - done, 1)
+            self._print(f", {left:.0f} s left")
+        self._timed_from = self._timed_from or (now, self._done)
 
     def _print(self, what: str) -> None:
         if self._enabled:

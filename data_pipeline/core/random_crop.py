@@ -70,28 +70,15 @@ def crop_boxes(
     `numbers_BN` is (B, `NUM_CROP_NUMBERS`) float32, `sizes_B2` (B, 2) int64 of heights and widths.
     """
     size_B2 = sizes_B2.to(torch.float32)
-    area_B1 = size_B2.prod(dim=1, keepdim=True)
-    drawn_B2, none_fits_B1, place_B2 = _drawn_sides(numbers_BN, area_B1, size_B2, scale, ratio)
-    drawn_B4 = torch.cat([torch.floor(place_B2 * (size_B2 - drawn_B2 + 1)), drawn_B2], dim=1)
-    return torch.where(none_fits_B1, _middle_boxes(sizes_B2, ratio), drawn_B4)
-
-
-def _drawn_sides(
-    numbers_BN: Tensor,
-    area_B1: Tensor,
-    size_B2: Tensor,
-    scale: tuple[float, float],
-    ratio: tuple[float, float],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sides of the first drawn box that fits, (B, 2), whether none does, (B, 1), and two more numbers."""
     share_BT, aspect_BT, place_B2 = torch.split(numbers_BN, [_ATTEMPTS, _ATTEMPTS, 2], dim=1)
-    area_BT = area_B1 * between(scale, share_BT)
+    area_BT = size_B2.prod(dim=1, keepdim=True) * between(scale, share_BT)
     aspect_BT = torch.exp(between((math.log(ratio[0]), math.log(ratio[1])), aspect_BT))
     side_BT2 = torch.stack([area_BT / aspect_BT, area_BT * aspect_BT], dim=2).sqrt_().round_()
     fits_BT = ((side_BT2 > 0) & (side_BT2 <= size_B2[:, None])).all(dim=2)
     fits_B1, first_B1 = fits_BT.to(torch.uint8).max(dim=1, keepdim=True)
     drawn_B2 = side_BT2.gather(1, first_B1[:, :, None].expand(-1, 1, 2))[:, 0]
-    return drawn_B2, fits_B1 == 0, place_B2
+    drawn_B4 = torch.cat([torch.floor(place_B2 * (size_B2 - drawn_B2 + 1)), drawn_B2], dim=1)
+    return torch.where(fits_B1 == 0, _middle_boxes(sizes_B2, ratio), drawn_B4)
 
 
 def _middle_boxes(sizes_B2: Tensor, ratio: tuple[float, float]) -> Tensor:
