@@ -403,4 +403,4 @@ def test_every_block_of_the_page_works_in_an_empty_folder(
     assert re.search(r"objective\.spread_weight +2\.0 +\./recipes\.py:spread", said[7])
     assert re.search(r"objective\.spread_weight +0\.5 +mine\.yaml", said[8])
     assert RunDir(Path("runs/spread")).report.is_file()
-    assert RunDir(Path("runs/spread")).read_config()["objective"]["spread_weight"] == 3
+    assert json.loads(Path("runs/spread/config.json").read_text())["objective"]["spread_weight"] == 3

@@ -8,7 +8,7 @@ from __future__ import annotations
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import difference
 from trainer.config import RunConfig, read_run_config
-from trainer.provenance import config_in_provenance
+from trainer.provenance import RECORDED_CONFIG
 from trainer.run_dir import RunDir
 
 # Settings and sections that change neither a batch nor, except by rounding, a step. A run that has begun may go on with
@@ -42,8 +42,12 @@ def edited_config(run_dir: RunDir, config: RunConfig) -> str | None:
 
     `config` is that of config.json.
     """
-    before = config_in_provenance(run_dir)
-    keys = [] if before is None else _fixed_settings_that_differ(before, config)
+    recorded = run_dir.read_provenance().get(RECORDED_CONFIG, {})
+    try:
+        before = RunConfig.parse(recorded, where=str(run_dir.provenance))
+    except UserError:  # none is recorded, or this version cannot read it
+        return None
+    keys = _fixed_settings_that_differ(before, config)
     return f"{run_dir.config} was edited after the run began (it differs in {', '.join(keys)})" if keys else None
 
 

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from data_pipeline.core.arguments import SCRIPT_PREFIX
-from data_pipeline.core.errors import UserError
 from data_pipeline.core.kinds import OF_THIS_PROJECT
 from data_pipeline.core.system import PROC, num_cores, variable
 from trainer.checkpoint.restore import Restored
@@ -108,7 +107,6 @@ def write_provenance(
         run_dir.path.joinpath("uncommitted.diff").write_text(code.git_diff, encoding="utf-8")
     first = earlier or {
         **{name: start[name] for name in ("git_commit", "started_at", "host")},
-        "seed": config.seed,
         **_facts_of_machine(),
     }
     steps_per_epoch = config.data.num_steps_per_epoch(manifests.train.num_samples, config.global_batch_size)
@@ -147,17 +145,6 @@ def _facts_of_machine() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
     }
-
-
-def config_in_provenance(run_dir: RunDir) -> RunConfig | None:
-    """Return the config of the newest start; None if it is not recorded, or if this version cannot read it."""
-    value = run_dir.read_provenance().get(RECORDED_CONFIG)
-    if value is None:
-        return None
-    try:
-        return RunConfig.parse(value, where=str(run_dir.provenance))
-    except UserError:
-        return None
 
 
 def facts_of_starts(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:

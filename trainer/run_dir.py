@@ -59,19 +59,11 @@ class RunDir:
     def probes(self, step: int) -> Path:
         return self.all_probes / step_name(step)
 
-    def probe_steps(self) -> list[int]:
-        """Return the steps that have probe results, ascending."""
-        return steps_in(self.all_probes)
-
     def latest_step(self) -> int | None:
         """Return the step of the newest complete checkpoint, by `LATEST`; None if that file is missing or damaged."""
         text = self.latest.read_bytes() if self.latest.is_file() else b""
         match = re.fullmatch(rb"step_([0-9]{1,18})\s*", text)
         return int(match[1]) if match else None
-
-    def read_config(self) -> dict[str, Any]:
-        """Return the config as data, without its classes. Raises `UserError` if the file holds no JSON object."""
-        return read_object(self.config, mend="restore the file")
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the entries of metrics.jsonl by ascending step: {"step": int, "epoch": int, "train/loss": float, ...}.

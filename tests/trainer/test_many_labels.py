@@ -18,7 +18,7 @@ from tests.trainer.test_tars import settings
 from trainer import probe, report
 from trainer.preflight import check_data
 from trainer.probes.result import ProbeResult, read_result, results_in
-from trainer.run_dir import RunDir
+from trainer.run_dir import RunDir, steps_in
 from trainer.train import train
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 def results(run_dir: RunDir) -> dict[str, ProbeResult]:
-    directory = run_dir.probes(max(run_dir.probe_steps()))
+    directory = run_dir.probes(max(steps_in(run_dir.all_probes)))
     found: dict[str, ProbeResult] = {}
     for result in results_in(directory):
         found.setdefault(result.label, result)
@@ -73,7 +73,7 @@ def test_three_labels_are_trained_probed_and_reported(
     assert probed.status == 0, probed.stderr
     for label in ("shade", "twin", "coin", "rare"):
         assert f"label_{label}" in probed.stdout
-    directory = run.probes(max(run.probe_steps()))
+    directory = run.probes(max(steps_in(run.all_probes)))
     found = {path.name.split("-")[0]: read_result(path) for path in directory.glob("*-*.json")}
     assert set(found) == {"shade", "twin", "coin", "rare"}
     # A label that equals another is read as well as that, to the bit; a coin is read at chance.

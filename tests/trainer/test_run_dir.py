@@ -18,7 +18,7 @@ from data_pipeline.core.errors import UserError
 from launch.states import status_of
 from tests.trainer.reports.made_runs import make_run
 from trainer.checkpoint.save import CheckpointWriter
-from trainer.run_dir import RunDir, TakenError, hold, is_held, write_atomically
+from trainer.run_dir import RunDir, TakenError, hold, is_held, steps_in, write_atomically
 from trainer.training_log import open_tracker
 
 GOOD = {"step": 3, "epoch": 0, "train/loss": 1.5}
@@ -85,7 +85,7 @@ def test_a_name_that_is_no_step_is_named_and_passed_over(
     for directory in (name, "step_00000011"):
         (run_dir.all_probes / directory).mkdir(parents=True)
     (run_dir.all_probes / "step_00000005").write_text("stray")
-    assert run_dir.probe_steps() == [11]
+    assert steps_in(run_dir.all_probes) == [11]
     assert f"{tmp_path}/probes/{name} is not the directory of a step" in caplog.text
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from data_pipeline.building.suppression_settings import ENCODER, NUM_SMALL, SETTINGS, Scale, Setting
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError, printable
-from data_pipeline.core.imports import PYTHON_SUFFIX, find_in_working_directory, import_file, import_object
+from data_pipeline.core.imports import import_code, import_object
 from trainer.data import DataConfig, read_agreed_manifests
 from trainer.distributed.collectives import from_first_rank, on_first_rank, rank
 from trainer.pretrained import load_encoder, open_network
@@ -58,11 +58,8 @@ def open_encoder(text: str) -> AnyNetwork:
                 "package.module:NAME, timm:NAME or torchvision:NAME as --encoder"
             )
         return load_encoder(text)
-    if path.endswith(PYTHON_SUFFIX):
-        path = import_file(Path(path))
-    else:
-        find_in_working_directory()
-    encoder: Any = import_object(f"{path}:{name}")
+    (module,) = import_code([path])
+    encoder: Any = import_object(f"{module}:{name}")
     if isinstance(encoder, type) or not callable(encoder):
         raise UserError(f"{text} is a {type(encoder).__name__}; name a module, or a function from pictures to features")
     return encoder  # type: ignore[no-any-return]  # it is checked when it is called

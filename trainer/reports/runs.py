@@ -18,7 +18,7 @@ from trainer.probes.linear import ProbeConfig
 from trainer.probes.result import ProbeResult, results_in
 from trainer.provenance import RECORDED_LABELS, train_sets
 from trainer.reports.config_identity import run_identity
-from trainer.run_dir import RunDir, open_run, read_object
+from trainer.run_dir import RunDir, open_run, read_object, steps_in
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ def _read_results(
     found: dict[tuple[LabelSpace, int, ProbeConfig], ProbeResult] = {}
     others: dict[str, None] = {}
     # Of each label the result with the run's own protocol comes first.
-    for result in (one for step in run_dir.probe_steps() for one in results_in(run_dir.probes(step))):
+    for result in (one for step in steps_in(run_dir.all_probes) for one in results_in(run_dir.probes(step))):
         if result.is_of_other_run(identity):
             others[
                 f"Left out: {run_dir.all_probes} holds results of another run ({result.run}); probe this run again."

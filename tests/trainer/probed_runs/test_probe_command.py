@@ -40,7 +40,7 @@ from trainer.probes.features import frozen, read_pictures
 from trainer.probes.heads import read_heads
 from trainer.probes.linear import ProbeConfig, Target, accuracy
 from trainer.probes.result import read_result, unpack_right
-from trainer.run_dir import RunDir, write_json
+from trainer.run_dir import RunDir, steps_in, write_json
 
 
 def make_run(directory: Path, data: Path, **settings: Any) -> RunDir:
@@ -101,7 +101,7 @@ def probed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Probed:
 @pytest.mark.slow
 def test_writes_both_labels_of_the_newest_checkpoint_and_of_the_untrained_encoder(data: Path, probed: Probed) -> None:
     run_dir = probed.run_dir
-    assert run_dir.probe_steps() == [0, 10]
+    assert steps_in(run_dir.all_probes) == [0, 10]
     for step in (0, 10):
         base, overlay = (read_result(run_dir.probes(step) / f"{name}.json") for name in ("base", "overlay"))
         assert (base.label, overlay.label) == ("base", "overlay")
@@ -128,7 +128,7 @@ def test_a_study_is_probed_at_once_with_its_untrained_encoders(
     quick = {"probe": {"num_epochs": 1, "views": "none"}}
     other, run = make_run(tmp_path / "study" / "a", data, **quick), make_run(tmp_path / "study" / "b", data)
     call(monkeypatch, tmp_path / "study", "--untrained")
-    assert other.probe_steps() == [0, 10]
+    assert steps_in(other.all_probes) == [0, 10]
     for step in (0, 10):
         for label in ("base", "overlay"):
             expected, found = (
@@ -372,7 +372,7 @@ def test_several_ranks_go_on_after_a_run_that_cannot_be_probed(tmp_path: Path) -
     ]
     assert said.splitlines()[-1] == "error: 2 of 3 run(s) were not probed"
     assert "not probed" not in other[1]
-    assert [run_dir.probe_steps() for run_dir in study] == [[], [], [10]]
+    assert [steps_in(run_dir.all_probes) for run_dir in study] == [[], [], [10]]
 
 
 def test_majority_share_is_that_of_the_train_sets_commonest_class() -> None:
