@@ -37,7 +37,7 @@ from trainer.memory import interleave
 from trainer.models.activation_checkpointing import buffers_untouched
 from trainer.models.late_pruning import set_pruned_step
 from trainer.models.random_layers import has_random_layers, seeded
-from trainer.modules import memory_format
+from trainer.modules import learned_part, memory_format
 from trainer.objectives import Objective, ObjectiveOutput, ViewPair
 from trainer.objectives.health import embedding_health
 from trainer.optim.skipping import StateSnapshot, any_not_finite
@@ -154,8 +154,8 @@ class TrainingStep:
         self._viewmaker = engines.get("viewmaker")
         self._views: Engine | ViewPolicy = self._viewmaker if self._viewmaker is not None else view_policy
         self._policy = view_policy
-        self._viewmakers = [part for part in view_policy.modules() if isinstance(part, Viewmaker)]  # at most one
-        for part in self._viewmakers:
+        self._learned_part = part = learned_part(view_policy)
+        if isinstance(part, Viewmaker):
             part.keeps_change = part is not view_policy or part.config.waveform is not None
         num_further = config.views.num_further + config.objective.takes_samples
         self._group_sizes = (2, num_further) if num_further else (2,)
@@ -368,10 +368,8 @@ class TrainingStep:
 
     def _with_penalty(self, loss: Tensor, spec: BackwardPass, *, share: float = 1.0) -> Tensor:
         """Add a share of the penalty of masks that learn, for the views of the last call, to a loss."""
-        for module in self._policy.modules() if spec.views_learn else ():
-            if take_penalty := getattr(module, "take_penalty", None):
-                loss = loss + share * take_penalty()
-        return loss
+        take_penalty = getattr(self._learned_part, "take_penalty", None)
+        return loss if take_penalty is None or not spec.views_learn else loss + share * take_penalty()
 
     def _each_view(self, groups: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return one tensor for each view, of views or embeddings with one tensor for each group."""
@@ -433,9 +431,9 @@ class TrainingStep:
 
     def _taken_change(self) -> tuple[Tensor, Tensor] | None:
         """Return what a viewmaker got and made, and drop both there; None if these are the inputs and the views."""
-        change = None
-        for viewmaker in self._viewmakers:
-            change, viewmaker.change = viewmaker.change, None
+        if not isinstance(self._learned_part, Viewmaker):
+            return None
+        change, self._learned_part.change = self._learned_part.change, None
         return change
 
     def _to_inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
