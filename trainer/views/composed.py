@@ -50,27 +50,24 @@ _Part = Annotated[SingleConfig, Field(discriminator="kind")]
 class _ComposedConfig(BaseViewsConfig):
     """The base of the configs of compositions: what they can do follows from their single policies."""
 
+    takes_sounds: ClassVar[bool] = True  # if all its policies do, which `check_medium` says
+
     @property
     def members(self) -> tuple[SingleConfig | SequenceConfig, ...]:
         """Return the policies of the composition, in their order."""
         raise NotImplementedError
 
     @property
-    def singles(self) -> tuple[SingleConfig, ...]:
-        """Return the configs of the single policies, in their order."""
-        return _singles_of(*self.members)
-
-    @property
     def is_learned(self) -> bool:  # type: ignore[override]
-        return any(single.is_learned for single in self.singles)
+        return any(member.is_learned for member in self.members)
 
     @property
     def is_bounded(self) -> bool:  # type: ignore[override]
-        return all(single.is_bounded for single in self.singles)
+        return all(member.is_bounded for member in self.members)
 
     @property
     def protects(self) -> str | None:
-        return next((single.protects for single in self.singles if single.protects is not None), None)
+        return next((member.protects for member in self.members if member.protects is not None), None)
 
     def check_medium(self, mel: MelConfig | None) -> None:
         super().check_medium(mel)
@@ -78,16 +75,16 @@ class _ComposedConfig(BaseViewsConfig):
             member.check_medium(mel)
 
     def check_image_size(self, *, height: int, width: int) -> None:
-        for single in self.singles:
-            single.check_image_size(height=height, width=width)
+        for member in self.members:
+            member.check_image_size(height=height, width=width)
 
     def check_channels(self, num_channels: int) -> None:
-        for single in self.singles:
-            single.check_channels(num_channels)
+        for member in self.members:
+            member.check_channels(num_channels)
 
     @model_validator(mode="after")
     def _has_one_viewmaker(self) -> Self:
-        if (num := sum(single.is_learned for single in self.singles)) > 1:
+        if (num := sum(member.is_learned for member in self.members)) > 1:
             raise ValueError(f'views of kind "{self.kind}" hold {num} viewmakers, but a run trains one; leave one')
         return self
 
@@ -98,6 +95,8 @@ class SequenceConfig(_ComposedConfig):
     parts: the policies, in their order. The gradient of a viewmaker passes the parts behind it; the parts before it get
         none. So no part behind a viewmaker may jitter colours, which has no gradient here.
     """
+
+    takes_sounds: ClassVar[bool] = False
 
     kind: Literal["sequence"] = "sequence"
     parts: Annotated[tuple[_Part, ...], Field(min_length=1, max_length=8)]
@@ -146,8 +145,6 @@ class PairConfig(_ComposedConfig):
     first, second: the policy of the first and of the second view.
     """
 
-    takes_sounds: ClassVar[bool] = True  # if both policies do, which `check_medium` says
-
     kind: Literal["pair"] = "pair"
     first: _Member
     second: _Member
@@ -185,7 +182,6 @@ class ByEpochConfig(_ComposedConfig):
     policies: the policies, in their order. In the epochs of the others, a viewmaker does not learn.
     """
 
-    takes_sounds: ClassVar[bool] = True  # if all policies do, which `check_medium` says
     changes_with_epoch: ClassVar[bool] = True
 
     kind: Literal["by_epoch"] = "by_epoch"
@@ -281,19 +277,12 @@ class ByEpoch(Composed):
         return self._apply_part(self.policies[keys.epoch % len(self.policies)], inputs, keys, masks_BHW)
 
 
-def _singles_of(*members: SingleConfig | SequenceConfig) -> tuple[SingleConfig, ...]:
-    """Return the single policies of policies, in their order."""
-    return tuple(single for each in members for single in (each.parts if isinstance(each, SequenceConfig) else (each,)))
-
-
 def _places_of_shared_draws(member: SingleConfig | SequenceConfig) -> dict[str, set[int]]:
     """Return where the parts stand whose draw both views of a pair share, by kind: how many parts come after each."""
     places: dict[str, set[int]] = {}
-    for num_after, single in enumerate(reversed(_singles_of(member))):
-        if isinstance(single, RandomMaskConfig) or (
-            isinstance(single, ChannelDropoutConfig) and single.shared == "step"
-        ):
-            places.setdefault(single.kind, set()).add(num_after)
+    for num_after, part in enumerate(reversed(member.parts if isinstance(member, SequenceConfig) else (member,))):
+        if isinstance(part, RandomMaskConfig) or (isinstance(part, ChannelDropoutConfig) and part.shared == "step"):
+            places.setdefault(part.kind, set()).add(num_after)
     return places
 
 

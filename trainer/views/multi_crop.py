@@ -50,7 +50,6 @@ class MultiCropConfig(BaseViewsConfig):
         return MultiCrop(self, given)
 
     def check_image_size(self, *, height: int, width: int) -> None:
-        self.global_views.check_image_size(height=height, width=width)
         if self.local_size is not None and self.local_size > height:
             raise ValueError(
                 f"views.local_size is {self.local_size}, but the pictures have {height} x {width} pixels; set it to "
