@@ -71,17 +71,6 @@ def barlow_twins_loss(
         >>> round(barlow_twins_loss(z_a, z_b).loss.item(), 4)
         0.1264
     """
-    invariance, redundancy = _invariance_and_redundancy(z_a_BD, z_b_BD, unbiased)
-    metrics = {
-        "alignment": mean_cosine(z_a_BD, z_b_BD),
-        "invariance": invariance.detach(),
-        "redundancy": redundancy.detach(),
-    }
-    return ObjectiveOutput(invariance + off_diagonal_weight * redundancy, metrics)
-
-
-def _invariance_and_redundancy(z_a_BD: Tensor, z_b_BD: Tensor, unbiased: bool) -> tuple[Tensor, Tensor]:
-    """Return the sums of (1 - C_ii)^2 and of C_ij^2 over this rank's share of C, times the number of ranks."""
     check_pair(z_a_BD, z_b_BD)
     size, num_ranks = z_a_BD.shape[1], world_size()
     if len(z_a_BD) * num_ranks < 2:
@@ -93,10 +82,13 @@ def _invariance_and_redundancy(z_a_BD: Tensor, z_b_BD: Tensor, unbiased: bool) -
         a_GI, b_GD = (_standardised(part, unbiased) for part in (z_GF[:, start:stop], z_GF[:, size:]))
         correlation_ID = (a_GI / len(a_GI)).T @ b_GD
         diagonal_I = correlation_ID.diagonal(start)
-        invariance = (1 - diagonal_I).square().sum()
+        # Sums over this rank's share of C, times the number of ranks.
+        invariance = num_ranks * (1 - diagonal_I).square().sum()
         # A norm needs no second matrix; setting the diagonal to zero instead takes a quarter more time.
-        redundancy = torch.linalg.vector_norm(correlation_ID).square() - diagonal_I.square().sum()
-        return num_ranks * invariance, num_ranks * redundancy
+        redundancy = num_ranks * (torch.linalg.vector_norm(correlation_ID).square() - diagonal_I.square().sum())
+    metrics = {"invariance": invariance.detach(), "redundancy": redundancy.detach()}
+    loss = invariance + off_diagonal_weight * redundancy
+    return ObjectiveOutput(loss, {"alignment": mean_cosine(z_a_BD, z_b_BD), **metrics})
 
 
 def _standardised(x_GD: Tensor, unbiased: bool) -> Tensor:

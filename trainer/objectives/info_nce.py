@@ -53,15 +53,10 @@ def info_nce_loss(z_a_BD: Tensor, z_b_BD: Tensor) -> ObjectiveOutput:
         >>> round(info_nce_loss(z_a, z_b).loss.item(), 6)  # similarities 0.6 with the positive, -0.8 with the negative
         0.220417
     """
-    positive_B, negative_B = _similarities(z_a_BD, z_b_BD)
-    log_probability_B = F.logsigmoid(positive_B - negative_B)
-    spread = torch.logaddexp(positive_B.detach(), negative_B.detach()).mean()
-    return contrastive_output(-log_probability_B.mean(), log_probability_B, z_a_BD, z_b_BD, divergence=spread)
-
-
-def _similarities(z_a_BD: Tensor, z_b_BD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cosine similarities of each first view with its positive and with its negative, (B,) each."""
     with torch.autocast(z_a_BD.device.type, enabled=False):
         u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
         negatives_BD = candidates(v_BD).roll(-1, 0)[: len(v_BD)]
-        return (u_BD * v_BD).sum(1), (u_BD * negatives_BD).sum(1)
+        positive_B, negative_B = (u_BD * v_BD).sum(1), (u_BD * negatives_BD).sum(1)
+    log_probability_B = F.logsigmoid(positive_B - negative_B)
+    spread = torch.logaddexp(positive_B.detach(), negative_B.detach()).mean()
+    return contrastive_output(-log_probability_B.mean(), log_probability_B, z_a_BD, z_b_BD, divergence=spread)

@@ -9,7 +9,7 @@ Shapes: B samples of this rank, N = 2 B anchors, G views of the samples of all r
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,8 +32,6 @@ class JointContrastiveConfig(LabelledConfig, ContrastiveConfig):
 
     supervised_weight: the weight of the loss with the label; the loss without it has the rest of 1.
     """
-
-    can_be_recorded: ClassVar[bool] = True
 
     kind: Literal["joint_contrastive"] = "joint_contrastive"
     temperature: Temperature = 0.1

@@ -75,19 +75,11 @@ def macl_loss(
         1.4065
     """
     check_temperature(temperature)
-    now = _temperature(z_a_BD, z_b_BD, temperature, sensitivity, neutral_alignment)
+    with torch.no_grad(), torch.autocast(z_a_BD.device.type, enabled=False):
+        u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
+        alignment = all_reduce_sum((u_BD * v_BD).sum(1).mean()) / world_size()
+        now = temperature * (1 + sensitivity * (alignment - neutral_alignment))
     margin_N = margins(z_a_BD, z_b_BD, temperature=now, chunk_size=chunk_size)
     rest_N = torch.sigmoid(-margin_N.detach()).clamp_min(_LEAST)  # 1 - p
     loss = (F.softplus(-margin_N) / rest_N).mean()
     return contrastive_output(loss, F.logsigmoid(margin_N.detach()), z_a_BD, z_b_BD, temperature=now)
-
-
-@torch.no_grad()
-def _temperature(
-    z_a_BD: Tensor, z_b_BD: Tensor, temperature: float, sensitivity: float, neutral_alignment: float
-) -> Tensor:
-    """Return the temperature of this batch, a scalar, equal on all ranks."""
-    with torch.autocast(z_a_BD.device.type, enabled=False):
-        u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
-        alignment = all_reduce_sum((u_BD * v_BD).sum(1).mean()) / world_size()
-        return temperature * (1 + sensitivity * (alignment - neutral_alignment))

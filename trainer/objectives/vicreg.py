@@ -77,19 +77,6 @@ def vicreg_loss(
         >>> round(vicreg_loss(z_a, z_b).loss.item(), 4)
         14.5
     """
-    invariance, variance, covariance = _terms(z_a_BD, z_b_BD, epsilon)
-    loss = invariance_weight * invariance + variance_weight * variance + covariance_weight * covariance
-    metrics = {
-        "alignment": mean_cosine(z_a_BD, z_b_BD),
-        "invariance": invariance.detach(),
-        "variance": variance.detach(),
-        "covariance": covariance.detach(),
-    }
-    return ObjectiveOutput(loss, metrics)
-
-
-def _terms(z_a_BD: Tensor, z_b_BD: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the three terms of this rank. The last two are over its share of dimensions, times the number of ranks."""
     check_pair(z_a_BD, z_b_BD)
     size, num_ranks = z_a_BD.shape[1], world_size()
     if size < 2:
@@ -110,4 +97,9 @@ def _terms(z_a_BD: Tensor, z_b_BD: Tensor, epsilon: float) -> tuple[Tensor, Tens
             # A norm needs no second matrix, as in Barlow Twins.
             squares = torch.linalg.vector_norm(covariance_ID).square() - variance_I.square().sum()
             covariance = covariance + squares / size
-        return invariance, num_ranks * variance, num_ranks * covariance
+        # The sums over this rank's share of dimensions, times the number of ranks.
+        variance, covariance = num_ranks * variance, num_ranks * covariance
+    loss = invariance_weight * invariance + variance_weight * variance + covariance_weight * covariance
+    terms = {"invariance": invariance, "variance": variance, "covariance": covariance}
+    metrics = {name: term.detach() for name, term in terms.items()}
+    return ObjectiveOutput(loss, {"alignment": mean_cosine(z_a_BD, z_b_BD), **metrics})

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from data_pipeline.audio.log_mel import MelConfig, audible_frames, frames_that_hear, log_mel, power_mel
 from data_pipeline.core.counter_rng import DrawKeys, normal_pairs, uniform
+from data_pipeline.core.random_crop import between
 from data_pipeline.core.schema import Ascending, CountOrZero, Deviation, PositiveShare
 from trainer.views.inputs import check_keys, rows_of
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
@@ -272,12 +273,12 @@ def draw_waveform(config: WaveformConfig, keys: DrawKeys, *, num_points: int) ->
     last point, unless it has the whole length and begins at 0.
     """
     share_B, place_B, order_B = uniform(keys, 3, purpose=_WAVEFORM).double().unbind(dim=1)
-    length_B = torch.floor(num_points * _between(config.kept or (1.0, 1.0), share_B)).long()
+    length_B = torch.floor(num_points * between(config.kept or (1.0, 1.0), share_B)).long()
     speed_B = pitch_B = None
     if config.speed is not None or config.semitones is not None:
         speed_B, pitch_B = uniform(keys, 2, purpose=_SPEED_AND_PITCH).double().unbind(dim=1)
-        speed_B = _between(config.speed or (1.0, 1.0), speed_B)
-        pitch_B = None if config.semitones is None else torch.exp2(_between(config.semitones, pitch_B) / 12)
+        speed_B = between(config.speed or (1.0, 1.0), speed_B)
+        pitch_B = None if config.semitones is None else torch.exp2(between(config.semitones, pitch_B) / 12)
     return WaveformDraws(
         speed_B=speed_B,
         pitch_B=pitch_B,
@@ -335,11 +336,6 @@ def _inside(first_B: Tensor, length_B: Tensor, size: int) -> Tensor:
     """Return whether each cell is one of the `length_B` cells from `first_B` on, (B, size) bool."""
     cell_X = torch.arange(size, device=first_B.device, dtype=torch.int32)  # half the memory of int64, and faster
     return (cell_X >= first_B[:, None].int()) & (cell_X < (first_B + length_B)[:, None].int())
-
-
-def _between(limits: tuple[float, float], share_B: Tensor) -> Tensor:
-    low, high = limits
-    return low + (high - low) * share_B
 
 
 def _pick(share_X: Tensor, num: int | Tensor) -> Tensor:

@@ -442,7 +442,8 @@ class Viewmaker(nn.Module):
         if not learns:
             return r_BCHW
         unused = [module.conv.bias for module in self.modules() if isinstance(module, ConvNorm)]
-        return with_zero_gradients(r_BCHW, unused)
+        with_zeros_BCHW: Tensor = _WithZeroGradients.apply(r_BCHW, *unused)  # type: ignore[no-untyped-call]
+        return with_zeros_BCHW
 
 
 class SoundViewmaker(Viewmaker):
@@ -503,13 +504,9 @@ def append_channel(x_BCHW: Tensor, channel_BHW: Tensor) -> Tensor:
     return torch.cat([x_BCHW, channel_BHW[:, None].to(x_BCHW.dtype)], dim=1)
 
 
-def with_zero_gradients(x: Tensor, parameters: Sequence[Tensor | None]) -> Tensor:
-    """Return `x`; the backward pass gives `parameters`, which `x` does not depend on, gradients of exactly 0."""
-    same_x: Tensor = _WithZeroGradients.apply(x, *parameters)  # type: ignore[no-untyped-call]
-    return same_x
-
-
 class _WithZeroGradients(torch.autograd.Function):
+    """A tensor as it is; the backward pass gives parameters, which `x` does not depend on, gradients of exactly 0."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.shapes, ctx.dtype = [parameter.shape for parameter in parameters], parameters[0].dtype
