@@ -63,7 +63,7 @@ def overridden(runs: Sequence[RunConfig], overrides: Sequence[str], *, where: st
 
 def _has(run: RunConfig, override: str, given: set[Path]) -> bool:
     """Return whether a run has the setting of an override, or a section of it gets another kind by the `given` ones."""
-    *outer, last = parse_setting(override).path
+    (*outer, last), _ = parse_setting(override)
     section: Any = run
     for depth, name in enumerate(outer, start=1):
         if (*outer[:depth], KIND) in given:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from data_pipeline.core.errors import UserError
@@ -23,22 +22,13 @@ SET_HELP: Final = (
 Path = tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One setting to apply: how it was given (such as "--set a.b=c"), its path, and the value."""
-
-    text: str
-    path: Path
-    value: Any
-
-
-def parse_setting(text: str) -> Setting:
-    """Return the setting of "a.b=c". Raises `UserError` without "=" or if the value is not YAML."""
+def parse_setting(text: str) -> tuple[Path, Any]:
+    """Return the path and the value of "a.b=c". Raises `UserError` without "=" or if the value is not YAML."""
     name, separator, value = text.partition("=")
     if not separator:
         raise UserError(f'--set {text} has no "="; write --set NAME=VALUE')
     try:
-        return Setting(f"--set {text}", tuple(part.strip() for part in name.split(".")), parse_yaml(value))
+        return tuple(part.strip() for part in name.split(".")), parse_yaml(value)
     except ValueError as error:
         raise UserError(f'--set {text}: the value is not YAML ({error}); write e.g. --set {name}="[1, 2]"') from None
 
@@ -54,8 +44,7 @@ def set_paths(overrides: Sequence[str]) -> set[Path]:
                 add((*path, key), inner)
 
     for text in overrides:
-        setting = parse_setting(text)
-        add(setting.path, setting.value)
+        add(*parse_setting(text))
     return paths
 
 
@@ -74,30 +63,24 @@ def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
-def apply_settings(values: Mapping[str, Any], given: Sequence[Setting]) -> dict[str, Any]:
-    """Return the `values` of a config with settings applied, outer settings first.
+def apply_settings(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the `values` of a config with `overrides` applied, outer settings first.
 
-    Raises `UserError` if a setting is inside a value that is not a section.
+    Raises `UserError` like `parse_setting`, and if a setting is inside a value that is not a section.
     """
-    last = {setting.path: setting for setting in given}
+    settings = dict(map(parse_setting, overrides))  # the last value of each
     result = copy.deepcopy(dict(values))
-    for setting in sorted(last.values(), key=lambda each: (len(each.path), each.path[-1] != KIND)):
-        _apply(result, setting)
+    for path in sorted(settings, key=lambda path: (len(path), path[-1] != KIND)):
+        *outer, last = path
+        value, section = settings[path], result
+        for depth, part in enumerate(outer, start=1):
+            section = section.setdefault(part, {})
+            if not isinstance(section, dict):
+                where = ".".join(outer[:depth])
+                mend = f"{where}={{}} for its defaults" if section is None else f"{where}=VALUE"
+                said = f"{where} is {json.dumps(section)}, which has no settings"
+                raise UserError(f"--set {'.'.join(path)}: {said}; write --set {mend}")
+        if last == KIND and section.get(KIND, value) != value:
+            section.clear()
+        section[last] = value
     return result
-
-
-def _apply(values: dict[str, Any], setting: Setting) -> None:
-    """Apply one setting in place."""
-    *outer, last = setting.path
-    section = values
-    for depth, part in enumerate(outer, start=1):
-        section = section.setdefault(part, {})
-        if not isinstance(section, dict):
-            where = ".".join(outer[:depth])
-            mend = f"{where}={{}} for its defaults" if section is None else f"{where}=VALUE"
-            raise UserError(
-                f"{setting.text}: {where} is {json.dumps(section)}, which has no settings; write --set {mend}"
-            )
-    if last == KIND and section.get(KIND, setting.value) != setting.value:
-        section.clear()
-    section[last] = setting.value

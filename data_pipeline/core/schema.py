@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.overrides import apply_settings, parse_setting
+from data_pipeline.core.overrides import apply_settings
 from data_pipeline.core.validation import KIND, PRINTABLE, describe
 
 MAX_SEED = 2**63 - 1  # an int64
@@ -154,8 +154,7 @@ class Schema(BaseModel):
 
         Raises `UserError` if a setting is unknown; the error names the nearest valid setting.
         """
-        settings = [parse_setting(text) for text in overrides]
-        values = apply_settings(self.model_dump(mode="json"), settings)
+        values = apply_settings(self.model_dump(mode="json"), overrides)
         given = "".join(f" --set {override}" for override in overrides)
         return self.parse(values, where=f"{where} with{given}" if given else where)
 
