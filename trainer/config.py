@@ -124,7 +124,7 @@ def read_config(path: Path) -> RunConfig:
 
 def read_run_config(run_dir: RunDir) -> RunConfig:
     """Return the config of a run, as `read_config` does."""
-    return RunConfig.parse(read_settings(run_dir.config), where=str(run_dir.config))
+    return read_config(run_dir.config)
 
 
 def read_settings(path: Path) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class TrainingLoop:
         start, num_steps = self.steps.start, self.steps.stop
         show = Progress(f"train {self.config.name}", total=num_steps, start=start, enabled=rank() == 0)
         with self.log, self.checkpoints, show as progress:
-            self.log.before(start)
+            self.log.before()
             self._announce(start)
             for batch in self.log.timed(self.stream.batches(self.steps)):
                 output, rates = self._take_step(batch)
@@ -236,8 +236,7 @@ def open_loop(
         training,
         counters,
         watchdog,
-        start_step=steps.start,
-        num_steps=num_steps,
+        steps=steps,
         device=device,
         source_metrics=stream.source_metrics,
         utilization=utilization,

@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 class TrainingLog:
     """The log of a training, which is closed at the end of its `with` block. Its clock starts when it is made.
 
-    `source_metrics` returns what was drawn from each source of a mixture in a number of steps. `utilization` has the
-    arithmetic of the run, if its share of the devices' rate is logged.
+    `steps` are those that are left. `source_metrics` returns what was drawn from each source of a mixture in a number
+    of steps. `utilization` has the arithmetic of the run, if its share of the devices' rate is logged.
 
     Raises `UserError` if the samples of the probe or of the pictures cannot be read.
     """
@@ -54,8 +54,7 @@ class TrainingLog:
         counters: RunCounters,
         watchdog: Watchdog,
         *,
-        start_step: int,
-        num_steps: int,
+        steps: range,
         device: torch.device,
         source_metrics: Callable[[int], dict[str, float]],
         utilization: Utilization | None = None,
@@ -71,20 +70,19 @@ class TrainingLog:
             config.probe, training.modules.encoder, data=config.data, precision=config.precision, device=device
         )
         # The last part that may raise, so that no tracker is left open.
-        self._tracker = open_tracker(run_dir, config, start_step=start_step) if rank() == 0 else None
+        self._tracker = open_tracker(run_dir, config, start_step=steps.start) if rank() == 0 else None
+        self._steps = steps
+        self._clock = Clock(device=device, start_step=steps.start, is_read=self._is_logged)
 
-        def is_logged(num_done: int) -> bool:
-            return num_done % config.log_every_steps == 0 or num_done in {1, num_steps}
+    def _is_logged(self, num_done: int) -> bool:
+        return num_done % self._config.log_every_steps == 0 or num_done in {1, self._steps.stop}
 
-        def is_probed(num_done: int) -> bool:
-            return num_done % (config.probe.online_every_steps or 1) == 0 or num_done == num_steps
+    def _is_probed(self, num_done: int) -> bool:
+        return num_done % (self._config.probe.online_every_steps or 1) == 0 or num_done == self._steps.stop
 
-        self._is_logged, self._is_probed = is_logged, is_probed
-        self._clock = Clock(device=device, start_step=start_step, is_read=is_logged)
-
-    def before(self, start_step: int) -> None:
+    def before(self) -> None:
         """Log the online probe of the untrained encoder, from which each label rises, if training starts at step 0."""
-        if self._probe is None or start_step > 0:
+        if self._probe is None or self._steps.start > 0:
             return
         with self._watchdog.patience("probing"), self._clock.paused():
             metrics = self._probe()
