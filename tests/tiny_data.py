@@ -36,6 +36,12 @@ SAMPLE_RATE = 8_000  # of the sounds, points a second
 NUM_POINTS = 8_333  # of a sound as it is read: the size that the log-mel of this rate takes
 
 
+def on_data(data: Path, *more: str) -> list[str]:
+    """Return the settings of a run on the two sets in a directory, read by one process, without W&B; and `more`."""
+    sets = [f"data.{split}_dir={data / split}" for split in ("train", "test")]
+    return [*sets, "data.num_workers=0", "tracking.wandb=disabled", *more]
+
+
 def write_tiny_dataset(
     directory: Path,
     *,

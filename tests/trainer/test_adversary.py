@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from tests.gloo import run_ranks
-from tests.tiny_data import write_tiny_pair
+from tests.tiny_data import on_data, write_tiny_pair
 from trainer.adversary import AdversaryConfig, reverse_gradient
 from trainer.optim.optimizers import (
     AdamConfig,
@@ -77,8 +77,7 @@ def test_the_logged_learning_rate_of_a_viewmaker_that_does_not_learn_is_0(
     more: str, learns: list[bool], tmp_path: Path
 ) -> None:
     data = write_tiny_pair(tmp_path / "data", num_train=32, num_test=16)
-    given = [f"data.train_dir={data}/train", f"data.test_dir={data}/test", "data.num_workers=0", "num_epochs=2"]
-    given += ["global_batch_size=16", "log_every_steps=1", "tracking.wandb=disabled", "adversary.optimizer.kind=sgd"]
+    given = on_data(data, "num_epochs=2", "global_batch_size=16", "log_every_steps=1", "adversary.optimizer.kind=sgd")
     run_dir = RunDir(tmp_path / "run")
     train(resolve_recipe("debug:viewmaker", [*given, more]), run_dir, device=torch.device("cpu"), command="test")
     metrics = run_dir.read_metrics()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from configs import resolve_recipe
 from data_pipeline.core.counter_rng import DrawKeys, uniform
 from data_pipeline.core.errors import UserError
-from tests.tiny_data import write_tiny_pair
+from tests.tiny_data import on_data, write_tiny_pair
 from tests.trainer.test_recorded_step import CPU, batch_of
 from trainer.build import build_training
 from trainer.first_step import check_first_step
@@ -136,8 +136,7 @@ def test_a_layer_that_gets_no_gradient_is_named(monkeypatch: pytest.MonkeyPatch)
 def test_a_training_checks_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = write_tiny_pair(tmp_path / "data", num_train=16, num_test=8)
     monkeypatch.setattr(OwnViewsConfig, "change", staticmethod(lambda images, _: 2 * images), raising=False)
-    words = ["views.kind=own_views", "tracking.wandb=disabled", f"data.train_dir={data}/train"]
-    config = resolve_recipe("debug:image", [*words, f"data.test_dir={data}/test", "global_batch_size=8"])
+    config = resolve_recipe("debug:image", on_data(data, "views.kind=own_views", "global_batch_size=8"))
     with pytest.raises(UserError, match=r"OwnViews.* returned values"):
         train(config, RunDir(tmp_path / "run"), device=CPU, command="test")
 

@@ -15,7 +15,7 @@ from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from data_pipeline.storage.manifest import Manifest, load_manifest
 from tests.photos import build_photos
-from tests.tiny_data import write_tiny_pair
+from tests.tiny_data import on_data, write_tiny_pair
 from trainer import load_encoder
 from trainer.config import RunConfig
 from trainer.exports.encoder import save_encoder
@@ -32,10 +32,8 @@ ONLINE = "data.overlay=online"
 
 
 def configure(data: Path, *settings: str) -> RunConfig:
-    where = [f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}", "data.num_workers=0"]
-    small = ["global_batch_size=16", "num_epochs=1", "tracking.wandb=disabled", "watchdog.enabled=false"]
-    small += ["precision=float64"]
-    return resolve_recipe("debug:image", [*where, *small, *settings])
+    small = ["global_batch_size=16", "num_epochs=1", "watchdog.enabled=false", "precision=float64"]
+    return resolve_recipe("debug:image", on_data(data, *small, *settings))
 
 
 def start(data: Path, run_dir: Path, *settings: str) -> RunDir:

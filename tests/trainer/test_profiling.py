@@ -14,7 +14,7 @@ from configs import resolve_recipe
 from data_pipeline.loading.collate import BatchMaker
 from data_pipeline.storage.store import SampleStore
 from tests.gloo import run_ranks
-from tests.tiny_data import write_tiny_pair
+from tests.tiny_data import on_data, write_tiny_pair
 from trainer.distributed.collectives import rank
 from trainer.distributed.engines.ddp_engine import DDPEngine
 from trainer.liveness import stage
@@ -127,22 +127,9 @@ def train_with_delays(stages: list[str], data: Path, directory: Path, on_rank: i
     """Delay a call in each of these stages, on all ranks or on one."""
     for slow in stages:
         delay(slow, on_rank)
-    config = resolve_recipe(
-        "debug:image",
-        [
-            f"data.train_dir={data / 'train'}",
-            f"data.test_dir={data / 'test'}",
-            "data.num_workers=0",
-            "data.placement=stream",
-            "encoder.width=1",
-            "encoder.batch_norm=local",
-            f"global_batch_size={BATCH_SIZE}",
-            "num_epochs=1",
-            f"log_every_steps={STEPS}",
-            "checkpoint_every_steps=100",
-            "tracking.wandb=disabled",
-        ],
-    )
+    small = ["data.placement=stream", "encoder.width=1", "encoder.batch_norm=local", f"global_batch_size={BATCH_SIZE}"]
+    small += ["num_epochs=1", f"log_every_steps={STEPS}", "checkpoint_every_steps=100"]
+    config = resolve_recipe("debug:image", on_data(data, *small))
     train(config, RunDir(directory), device=torch.device("cpu"), command="test")
 
 

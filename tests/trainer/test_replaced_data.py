@@ -20,7 +20,7 @@ from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.storage.manifest import load_manifest
 from launch.slurm_command import plan_from
 from tests.gloo import run_ranks
-from tests.tiny_data import write_tiny_dataset, write_tiny_pair
+from tests.tiny_data import on_data, write_tiny_dataset, write_tiny_pair
 from trainer.analyses.analysis import LoadedRun
 from trainer.build import build_training
 from trainer.checkpoint.files import INDEX_NAME
@@ -45,19 +45,8 @@ def data(tmp_path: Path) -> Path:
 
 def configure(data: Path, *overrides: str) -> RunConfig:
     """Return the config of a run of 4 steps with 40 samples."""
-    return resolve_recipe(
-        "debug:image",
-        [
-            f"data.train_dir={data / 'train'}",
-            f"data.test_dir={data / 'test'}",
-            "data.num_workers=0",
-            "global_batch_size=20",
-            "checkpoint_every_steps=1",
-            "watchdog.enabled=false",
-            "tracking.wandb=disabled",
-            *overrides,
-        ],
-    )
+    small = ["global_batch_size=20", "checkpoint_every_steps=1", "watchdog.enabled=false"]
+    return resolve_recipe("debug:image", on_data(data, *small, *overrides))
 
 
 def stop_after(run_dir: RunDir, step: int) -> None:

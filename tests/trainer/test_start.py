@@ -14,7 +14,7 @@ from configs import debug, resolve_recipe
 from data_pipeline.core.errors import UserError
 from tests.gloo import run_ranks
 from tests.old_versions import needs_fsdp
-from tests.tiny_data import write_tiny_pair
+from tests.tiny_data import on_data, write_tiny_pair
 from trainer import load_encoder, save_encoder
 from trainer.config import RunConfig, read_run_config
 from trainer.models import build_encoder
@@ -48,19 +48,8 @@ def weights(tmp_path: Path) -> Path:
 
 
 def configure(data: Path, *settings: str) -> RunConfig:
-    return resolve_recipe(
-        "debug:image",
-        [
-            f"data.train_dir={data / 'train'}",
-            f"data.test_dir={data / 'test'}",
-            "data.num_workers=0",
-            "global_batch_size=8",
-            "num_epochs=2",
-            "watchdog.enabled=false",
-            "tracking.wandb=disabled",
-            *settings,
-        ],
-    )
+    small = ["global_batch_size=8", "num_epochs=2", "watchdog.enabled=false"]
+    return resolve_recipe("debug:image", on_data(data, *small, *settings))
 
 
 def start(run_dir: RunDir, config: RunConfig) -> None:

@@ -26,6 +26,7 @@ from data_pipeline.storage.locations import INDEX_NAME
 from data_pipeline.storage.manifest import Fields, load_manifest
 from tests.commands import call
 from tests.small_encoder import convnet
+from tests.tiny_data import on_data
 from trainer import probe, report
 from trainer.original_crops import original_crops
 from trainer.preflight import check_data
@@ -63,10 +64,8 @@ def write_tars(
 
 
 def settings(data: Path, *more: str) -> list[str]:
-    where = [f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}", "data.num_workers=0"]
     small = ["global_batch_size=16", "num_epochs=2", "log_every_steps=1", "checkpoint_every_steps=2"]
-    quiet = ["tracking.wandb=disabled", "watchdog.enabled=false", "probe.num_epochs=2"]
-    return [*where, *small, *quiet, *more]
+    return on_data(data, *small, "watchdog.enabled=false", "probe.num_epochs=2", *more)
 
 
 @pytest.fixture(scope="module")

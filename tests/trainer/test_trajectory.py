@@ -17,7 +17,7 @@ from data_pipeline.core.batch import Batch
 from tests.gloo import run_ranks
 from tests.old_versions import needs_fsdp
 from tests.small_encoder import CONVNET, convnet
-from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
+from tests.tiny_data import on_data, write_tiny_pair, write_tiny_sound_pair
 from trainer.build import build_training
 from trainer.config import RunConfig
 from trainer.data import open_stream
@@ -66,18 +66,7 @@ def sounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configure(data: Path, recipe: str, overrides: list[str]) -> RunConfig:
-    return resolve_recipe(
-        recipe,
-        [
-            f"data.train_dir={data / 'train'}",
-            f"data.test_dir={data / 'test'}",
-            "data.num_workers=0",
-            "global_batch_size=16",
-            "num_epochs=2",
-            "tracking.wandb=disabled",
-            *overrides,
-        ],
-    )
+    return resolve_recipe(recipe, on_data(data, "global_batch_size=16", "num_epochs=2", *overrides))
 
 
 def train_on_rank(config: RunConfig, run_dir: Path, device: torch.device = CPU) -> None:

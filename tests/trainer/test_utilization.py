@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from configs import resolve_recipe
 from tests.small_encoder import CONVNET
-from tests.tiny_data import write_tiny_pair
+from tests.tiny_data import on_data, write_tiny_pair
 from trainer.build import build_training
 from trainer.config import RunConfig
 from trainer.data import open_stream
@@ -28,9 +28,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configure(data: Path, recipe: str, *overrides: str) -> RunConfig:
-    places = [f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}", "data.num_workers=0"]
-    form = ["global_batch_size=8", "num_epochs=1", "tracking.wandb=disabled"]
-    return resolve_recipe(recipe, [*places, *form, *overrides])
+    return resolve_recipe(recipe, on_data(data, "global_batch_size=8", "num_epochs=1", *overrides))
 
 
 def test_every_line_of_a_log_has_the_share_of_a_stated_rate(data: Path, tmp_path: Path) -> None:
