@@ -84,8 +84,8 @@ def _check_same_data(
 
 def _first_change(before: DataIdentity, now: DataIdentity, data: DataConfig) -> tuple[str, str, str]:
     """Return the location of a dataset that has changed, and the hashes of its manifest now and before."""
-    for name, sha256 in now.train_sources.items():  # the sources of before, because another mixture is another config
-        if (earlier := before.train_sources[name]) != sha256:
+    for name, sha256 in now.train_sources.items():
+        if (earlier := before.train_sources.get(name, sha256)) != sha256:
             return f"{data.train_locations[name]}, the source {name} of the mixture,", sha256, earlier
     if now.train_manifest_sha256 != before.train_manifest_sha256:
         return data.train_name, now.train_manifest_sha256, before.train_manifest_sha256

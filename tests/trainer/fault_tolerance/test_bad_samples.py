@@ -16,7 +16,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BadSample
 from tests.gloo import run_ranks
 from tests.small_encoder import CONVNET
-from tests.tiny_data import write_tiny_dataset, write_tiny_pair
+from tests.tiny_data import on_data, write_tiny_dataset, write_tiny_pair
 from trainer.checkpoint.restore import newest_state
 from trainer.data import read_manifests
 from trainer.distributed.collectives import rank
@@ -45,18 +45,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_on_rank(data: Path, run_dir: Path, placement: str) -> None:
-    settings = [
-        f"data.train_dir={data / 'train'}",
-        f"data.test_dir={data / 'test'}",
-        f"data.placement={placement}",
-        CONVNET,
-        "data.num_workers=0",
-        "data.max_bad_share=0.05",
-        "global_batch_size=16",
-        "num_epochs=2",
-        "precision=float64",
-        "tracking.wandb=disabled",
-    ]
+    small = [CONVNET, "data.max_bad_share=0.05", "global_batch_size=16", "num_epochs=2", "precision=float64"]
+    settings = on_data(data, f"data.placement={placement}", *small)
     run(resolve_recipe("debug:image", settings), RunDir(run_dir), device=torch.device("cpu"), command="train")
 
 
@@ -125,20 +115,8 @@ def test_a_checkpoint_holds_them_and_accepted_data_forget_them(
 ) -> None:
     run_dir, copy = RunDir(tmp_path / "run"), tmp_path / "data"
     shutil.copytree(data, copy)
-    config = resolve_recipe(
-        "debug:image",
-        [
-            f"data.train_dir={copy / 'train'}",
-            f"data.test_dir={copy / 'test'}",
-            CONVNET,
-            "data.num_workers=0",
-            "data.max_bad_share=0.05",
-            "global_batch_size=16",
-            "num_epochs=4",
-            "watchdog.enabled=false",
-            "tracking.wandb=disabled",
-        ],
-    )
+    small = [CONVNET, "data.max_bad_share=0.05", "global_batch_size=16", "num_epochs=4", "watchdog.enabled=false"]
+    config = resolve_recipe("debug:image", on_data(copy, *small))
 
     def start(*accepted: str, last_step: int) -> tuple[list[str], list[float]]:
         asked = iter([False] * 4 + [True] + [False] * 99)

@@ -16,7 +16,7 @@ import trainer.step
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from tests.small_encoder import CONVNET
-from tests.tiny_data import write_tiny_pair
+from tests.tiny_data import on_data, write_tiny_pair
 from trainer.build import build_training
 from trainer.checkpoint.restore import newest_state
 from trainer.checkpoint.run_state import SkipCounts
@@ -35,21 +35,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configure(data: Path, *overrides: str, num_steps: int) -> RunConfig:
-    return resolve_recipe(
-        "debug:image",
-        [
-            f"data.train_dir={data / 'train'}",
-            f"data.test_dir={data / 'test'}",
-            CONVNET,
-            "data.num_workers=0",
-            "global_batch_size=8",
-            f"num_epochs={num_steps // STEPS_PER_EPOCH}",
-            "keep_checkpoints=99",
-            "watchdog.enabled=false",
-            "tracking.wandb=disabled",
-            *overrides,
-        ],
-    )
+    small = [CONVNET, "global_batch_size=8", f"num_epochs={num_steps // STEPS_PER_EPOCH}", "keep_checkpoints=99"]
+    return resolve_recipe("debug:image", on_data(data, *small, "watchdog.enabled=false", *overrides))
 
 
 def start(run_dir: RunDir, config: RunConfig) -> None:

@@ -19,7 +19,7 @@ from data_pipeline.audio.log_mel import FSDD
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from tests.gloo import run_ranks
-from tests.tiny_data import write_tiny_pair
+from tests.tiny_data import on_data, write_tiny_pair
 from trainer.config import RunConfig
 from trainer.modules import build_modules
 from trainer.run_dir import RunDir
@@ -115,16 +115,9 @@ def test_policies_by_epoch_take_their_epochs_in_their_order() -> None:
 
 def configure_by_epoch(data: Path, *overrides: str) -> RunConfig:
     """Two epochs of two steps; the viewmaker has the second."""
-    every = [
-        f"data.train_dir={data}/train",
-        f"data.test_dir={data}/test",
-        "views={kind: by_epoch, policies: [{kind: expert_image}, {kind: viewmaker, base_width: 4}]}",
-        "global_batch_size=16",
-        "num_epochs=2",
-        "log_every_steps=1",
-        "tracking.wandb=disabled",
-    ]
-    return resolve_recipe("debug:viewmaker", [*every, *overrides])
+    views = "views={kind: by_epoch, policies: [{kind: expert_image}, {kind: viewmaker, base_width: 4}]}"
+    small = ["global_batch_size=16", "num_epochs=2", "log_every_steps=1"]
+    return resolve_recipe("debug:viewmaker", on_data(data, views, *small, *overrides))
 
 
 @pytest.fixture(scope="module")
