@@ -192,18 +192,6 @@ def test_what_a_viewmaker_changes_does_not_depend_on_the_crop_before_it() -> Non
     assert abs(torch.corrcoef(torch.stack([changed, width.double()]))[0, 1].item()) < 0.1
 
 
-@pytest.mark.parametrize(
-    "config", [SequenceConfig(parts=(EXPERT, SMALL)), PairConfig(first=SMALL, second=EXPERT)], ids=["sequence", "pair"]
-)
-def test_a_view_depends_on_its_keys_alone(config: Any) -> None:
-    policy, x = build(config), pictures(8)
-    for view in (0, 1):
-        whole = policy(x, keys(8, view=view))
-        part = policy(x[3:6], keys(3, first=3, view=view))
-        torch.testing.assert_close(part, whole[3:6], rtol=0, atol=1e-6)
-        assert not torch.equal(whole[0], policy(x, keys(8, view=view + 2))[0])
-
-
 def test_the_gradient_of_a_viewmaker_passes_what_is_behind_it() -> None:
     """Crop, flip, grayscale and blur are linear, so a step along any direction gives the gradient exactly."""
     behind = ExpertImageConfig(jitter_probability=0.0, blur_probability=0.8, grayscale_probability=0.5)

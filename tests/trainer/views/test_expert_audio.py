@@ -284,30 +284,6 @@ def test_what_is_switched_off_leaves_the_sound_as_it_is() -> None:
         torch.testing.assert_close(clean[i, 0], torchaudios_log_mel(x[i], FSDD), rtol=0, atol=1e-3)
 
 
-@pytest.mark.slow
-@POLICIES
-def test_a_view_does_not_depend_on_its_batch(policy: Spectral | Waveform) -> None:
-    """Up to the order of sums in a Fourier transform, which is 1e-12 of the loudest point in float64."""
-    x, all_keys = sounds(9, FSDD, torch.float64), keys(9)
-    whole = policy(x, all_keys)
-    for part in (slice(0, 5), slice(5, 9), slice(3, 4)):
-        alone = policy(x[part], dataclasses.replace(all_keys, index_B=all_keys.index_B[part]))
-        torch.testing.assert_close(whole[part], alone, rtol=0, atol=1e-9)
-
-
-@POLICIES
-def test_views_repeat_exactly_and_differ_between_keys(policy: Spectral | Waveform) -> None:
-    x = sounds(6, FSDD)
-    before, state = x.clone(), torch.get_rng_state()
-    views = policy(x, keys(6))
-    torch.manual_seed(1)
-    assert torch.equal(views, policy(x, keys(6), torch.ones(6, 64, 64, dtype=torch.uint8)))
-    assert torch.equal(x, before)
-    for other in (keys(6, view=1), keys(6, epoch=1), keys(6, seed=1)):
-        assert ((policy(x, other) - views).abs().amax(dim=(1, 2, 3)) > 0.01).all()
-    torch.set_rng_state(state)
-
-
 @POLICIES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_views_have_the_dtype_of_the_waveforms_even_under_autocast(

@@ -13,7 +13,7 @@ from data_pipeline.core.counter_rng import DrawKeys, keys_of_rows
 from data_pipeline.core.errors import UserError
 from trainer.views import build_view_policy, two_views
 from trainer.views.channel_dropout import ChannelDropoutConfig
-from trainer.views.expert_audio import SpectralConfig, WaveformConfig
+from trainer.views.expert_audio import SpectralConfig
 from trainer.views.expert_image import NO_VIEWS, ExpertImageConfig, huang_views
 from trainer.views.random_mask import RandomMaskConfig
 from trainer.views.viewmaker import ViewmakerConfig
@@ -62,19 +62,6 @@ def test_pictures_of_a_type_or_range_that_views_do_not_take_are_refused(config: 
     for wrong in (pictures().float(), pictures() / 255 - 0.5):
         with pytest.raises(UserError, match=r"pictures must be in \[0, 1\], got values from"):
             two_views(policy, wrong, seed=0, step=0)
-
-
-def test_keys_of_other_rows_than_those_of_the_batch_are_refused() -> None:
-    policies = [(build_view_policy(config, image_channels=3), pictures() / 255) for config in CONFIGS]
-    waveforms_BT = torch.zeros(4, FSDD.num_points)
-    policies += [
-        (build_view_policy(config, image_channels=1, mel=FSDD), waveforms_BT)
-        for config in (SpectralConfig(), WaveformConfig())
-    ]
-    for policy, inputs in policies:
-        for num in (1, 3):
-            with pytest.raises(ValueError, match=f"there are {num} keys for a batch of 4; pass one for each sample"):
-                policy(inputs, keys_of_rows(inputs[:num], seed=0, step=0))
 
 
 def test_waveforms_of_int16_have_the_views_of_stored_sounds() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from scipy import stats
@@ -64,18 +62,6 @@ def test_every_value_is_kept_with_probability_one_half_and_independently() -> No
     assert abs(kept.var() / (entries / 4) - 1) < 4 * (2 / num) ** 0.5
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-def test_a_view_depends_on_its_keys_alone(config: RandomMaskConfig) -> None:
-    policy, x, all_keys = RandomMask(config), pictures(32), keys(32, view=1)
-    views = policy(x, all_keys)
-    torch.manual_seed(1)
-    order = torch.randperm(32)
-    assert torch.equal(policy(x[order], dataclasses.replace(all_keys, index_B=order)), views[order])
-    assert torch.equal(policy(x[5:6], dataclasses.replace(all_keys, index_B=torch.tensor([5]))), views[5:6])
-    assert torch.equal(policy(x, all_keys, torch.ones(32, 8, 12, dtype=torch.uint8)), views)
-    assert torch.equal(policy(x.to(memory_format=torch.channels_last), all_keys), views)
-
-
 @pytest.mark.parametrize("other", [keys(32, epoch=1), keys(32, seed=1), keys(32, view=2), keys(32, view=3)])
 def test_every_epoch_seed_and_pair_has_a_mask_of_its_own(other: DrawKeys) -> None:
     policy, x = RandomMask(RandomMaskConfig()), pictures(32)
@@ -93,10 +79,3 @@ def test_pictures_stay_as_they_were_and_get_the_gradient_of_what_is_kept() -> No
     assert torch.equal(x, before)
     assert views.max() <= 2 * x.max()
     assert not list(RandomMask(RandomMaskConfig()).parameters())
-
-
-def test_views_are_made_without_waiting_for_the_device() -> None:
-    """On the meta device there are shapes and no values: whatever would need a value on the host raises."""
-    device_keys = DrawKeys(seed=0, epoch=0, index_B=torch.arange(8, device="meta"), view=1)
-    for config in CONFIGS:
-        assert RandomMask(config)(torch.empty(8, 3, 8, 12, device="meta"), device_keys).shape == (8, 3, 8, 12)

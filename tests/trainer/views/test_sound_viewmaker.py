@@ -6,7 +6,7 @@ from torch import Tensor
 
 from data_pipeline.audio.log_mel import FSDD
 from data_pipeline.core.counter_rng import DrawKeys
-from trainer.views.expert_audio import Spectral, SpectralConfig, Waveform, WaveformConfig, clean_spectrogram
+from trainer.views.expert_audio import SpectralConfig, Waveform, WaveformConfig, clean_spectrogram
 from trainer.views.expert_image import ExpertImageConfig
 from trainer.views.policy import ViewsConfig, build_view_policy
 from trainer.views.viewmaker import SoundViewmaker, Viewmaker, ViewmakerConfig, attacked_views
@@ -62,20 +62,6 @@ def test_sounds_that_are_not_attacked_keep_their_spectrogram(waveform: WaveformC
     changed = waveforms() if waveform is None else Waveform(waveform, FSDD).augment(waveforms(), keys)
     assert torch.equal(views[~attacked], clean_spectrogram(changed, FSDD)[~attacked])
     assert torch.equal(views[attacked], viewmaker(config)(waveforms(), keys)[attacked])
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [(SpectralConfig(), Spectral), (WaveformConfig(), Waveform), (CONFIG, SoundViewmaker)],
-)
-def test_every_policy_of_sounds_has_one_contract(config: ViewsConfig, expected: type) -> None:
-    policy = build_view_policy(config, image_channels=1, mel=FSDD)
-    assert type(policy) is expected
-    views_BCHW = policy(waveforms(), KEYS, None)
-    assert (views_BCHW.shape, views_BCHW.dtype) == ((3, 1, 64, 64), torch.float32)
-    assert torch.equal(policy(waveforms(), KEYS), views_BCHW)
-    alone = DrawKeys(seed=1, epoch=2, index_B=KEYS.index_B[1:2], view=0)
-    torch.testing.assert_close(policy(waveforms()[1:2], alone), views_BCHW[1:2], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

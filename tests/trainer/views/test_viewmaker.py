@@ -122,34 +122,10 @@ def test_under_autocast_the_projection_stays_in_float32() -> None:
 
 
 @pytest.mark.slow
-def test_a_view_does_not_depend_on_its_batch() -> None:
-    viewmaker, x, all_keys = make(base_width=8), pictures(8), keys(8)
+def test_samples_of_one_picture_have_views_of_their_own() -> None:
     with torch.no_grad():
-        whole = viewmaker(x, all_keys)
-        for part in (slice(0, 4), slice(4, 8), slice(5, 6)):
-            some = viewmaker(x[part], dataclasses.replace(all_keys, index_B=all_keys.index_B[part]))
-            torch.testing.assert_close(some, whole[part], atol=1e-5, rtol=0)
-
-
-@pytest.mark.slow
-def test_views_repeat_exactly_and_differ_between_keys() -> None:
-    viewmaker, x = make(base_width=8), pictures(4)
-    with torch.no_grad():
-        views = viewmaker(x, keys(4))
-        torch.manual_seed(1)
-        assert torch.equal(views, viewmaker.eval()(x, keys(4)))
-        for other in (keys(4, view=1), keys(4, epoch=1), keys(4, seed=1)):
-            assert ((viewmaker(x, other) - views).abs().mean(dim=(1, 2, 3)) > 1e-4).all()
-        same = viewmaker(x[:1].expand(4, -1, -1, -1), keys(4))
-        assert ((same[1:] - same[:1]).abs().mean(dim=(1, 2, 3)) > 1e-4).all()  # one picture, four indices
-
-
-def test_views_are_made_without_waiting_for_the_device() -> None:
-    index = torch.arange(8, device="meta")
-    for dropout_rate in (None, 0.5):
-        viewmaker = make(dropout_rate=dropout_rate).to("meta")
-        views = viewmaker(torch.empty(8, 3, 32, 32, device="meta"), DrawKeys(seed=0, epoch=0, index_B=index, view=0))
-        assert views.shape == (8, 3, 32, 32)
+        views = make(base_width=8)(pictures(1).expand(4, -1, -1, -1), keys(4))
+    assert ((views[1:] - views[:1]).abs().mean(dim=(1, 2, 3)) > 1e-4).all()
 
 
 def test_a_downsampled_viewmaker_changes_pictures_smoothly_and_within_the_budget() -> None:
@@ -196,15 +172,6 @@ def test_a_picture_masked_everywhere_stays_as_it_is() -> None:
     assert torch.equal(views, x)
     views.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in viewmaker.parameters())
-
-
-@pytest.mark.slow
-def test_masks_are_read_by_a_masked_viewmaker_only() -> None:
-    x = pictures(4)
-    with torch.no_grad():
-        assert torch.equal(make(base_width=8)(x, keys(4), masks(4)), make(base_width=8)(x, keys(4)))
-    with pytest.raises(ValueError, match="mask=box, but these pictures have no masks"):
-        make(mask="box")(x, keys(4))
 
 
 def test_masks_of_another_type_or_shape_are_refused() -> None:
