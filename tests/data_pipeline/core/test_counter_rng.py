@@ -18,15 +18,6 @@ KEYS = DrawKeys(seed=3, epoch=5, index_B=torch.arange(400), view=1)
 GOLDEN_NORMALS = [[1.655105, 0.334297, -2.678616], [-0.128332, -1.346959, -0.824324]]  # of the samples 0 and 7
 
 
-def test_the_kolmogorov_test_accepts_equal_laws_and_rejects_others() -> None:
-    rng = np.random.default_rng(0)
-    a, b = rng.random(5000), rng.random(5000)
-    assert ks_p_value(a) > 0.01
-    assert ks_p_value(a, b) > 0.01
-    assert ks_p_value(a**1.2) < 1e-4
-    assert ks_p_value(a, b**1.2) < 1e-4
-
-
 def test_the_hash_is_splitmix64() -> None:
     """SplitMix64 of the seed 0 starts with these numbers (published with the generator by Vigna)."""
     from data_pipeline.core.counter_rng import _GOLDEN, _mix
