@@ -22,9 +22,9 @@ def toy_bank(*, num_negatives: int = 40) -> InstanceDiscrimination:
     return InstanceDiscrimination(config, num_samples=NUM_SAMPLES, embedding_size=EMBEDDING_SIZE, seed=7).double()
 
 
-def pair_of(index_B: Tensor, *, step: int = 0, updates_state: bool = True) -> ViewPair:
+def pair_of(index_B: Tensor, *, step: int) -> ViewPair:
     nothing = torch.zeros(len(index_B), 1, 1, 1)
-    return ViewPair(nothing, nothing, index_B, step, updates_state)
+    return ViewPair(nothing, nothing, index_B, step)
 
 
 def loss_of(z_BD: Tensor, bank_ND: Tensor, index_B: Tensor, noise_BK: Tensor, *, temperature: float) -> Tensor:
@@ -114,21 +114,6 @@ def test_rows_are_drawn_by_step_and_sample_uniformly_own_row_included() -> None:
     chi_square = ((counts - 600.0).square() / 600).sum().item()
     assert chi_square < 56  # 22 degrees of freedom: p = 1e-4
     assert (noise_BK[0] == 3).sum() > 100
-
-
-def test_a_call_that_may_not_update_leaves_every_bit() -> None:
-    objective = toy_bank()
-    before = objective.bank_ND.clone()
-    z_BD = torch.randn(4, EMBEDDING_SIZE, dtype=torch.float64, requires_grad=True)
-    index_B = torch.arange(4)
-    without = objective(z_BD, z_BD, pair_of(index_B, updates_state=False)).loss
-    assert torch.equal(objective.bank_ND, before)
-    output = objective(z_BD, z_BD, pair_of(index_B))
-    assert torch.equal(output.loss, without)
-    assert not torch.equal(objective.bank_ND[:4], before[:4])
-    assert torch.equal(objective.bank_ND[4:], before[4:])
-    output.loss.backward()  # the bank that changed since is not needed
-    assert z_BD.grad is not None
 
 
 def test_what_is_logged() -> None:

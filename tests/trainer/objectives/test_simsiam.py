@@ -6,7 +6,7 @@ from lightly.loss import NegativeCosineSimilarity
 from torch import Tensor, nn
 
 from trainer.models.heads import HeadConfig
-from trainer.objectives.objective import ObjectiveOutput, ViewPair
+from trainer.objectives.objective import ViewPair
 from trainer.objectives.simsiam import SimSiam, SimSiamConfig, simsiam_loss
 
 CONFIG = SimSiamConfig(predictor=HeadConfig(hidden_sizes=(6,), batch_norm=True))
@@ -20,8 +20,8 @@ def rows(batch_size: int, size: int, *, number: int, dtype: torch.dtype = torch.
     return [(batch + slope_B1).to(dtype).requires_grad_() for batch in batches]
 
 
-def pair(*, updates_state: bool = True) -> ViewPair:
-    return ViewPair(torch.empty(0), torch.empty(0), torch.empty(0), step=0, updates_state=updates_state)
+def pair() -> ViewPair:
+    return ViewPair(torch.empty(0), torch.empty(0), torch.empty(0), step=0)
 
 
 def objective(dtype: torch.dtype = torch.float64, *, size: int = 5) -> SimSiam:
@@ -36,15 +36,6 @@ def by_loop(p_a_BD: Tensor, p_b_BD: Tensor, z_a_BD: Tensor, z_b_BD: Tensor) -> T
     return -torch.stack(cosines).mean()
 
 
-def test_loss_and_gradients_equal_a_loop_in_float64() -> None:
-    p_a, p_b, z_a, z_b = rows(7, 4, number=4)
-    value = simsiam_loss(p_a, p_b, z_a, z_b)
-    expected = by_loop(p_a, p_b, z_a, z_b)
-    torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
-    ours, theirs = (torch.autograd.grad(loss, (p_a, p_b)) for loss in (value, expected))
-    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
-
-
 def test_embeddings_get_no_gradient_but_through_the_predictor() -> None:
     p_a, p_b, z_a, z_b = rows(7, 4, number=4)
     torch.autograd.backward(simsiam_loss(p_a, p_b, z_a, z_b))
@@ -52,13 +43,13 @@ def test_embeddings_get_no_gradient_but_through_the_predictor() -> None:
 
 
 def test_loss_equals_lightlys() -> None:
-    p_a, p_b, z_a, z_b = rows(30, 8, number=4, dtype=torch.float32)
+    p_a, p_b, z_a, z_b = rows(30, 8, number=4)
     peer = NegativeCosineSimilarity()
     expected = (peer(p_a, z_b.detach()) + peer(p_b, z_a.detach())) / 2
     value = simsiam_loss(p_a, p_b, z_a, z_b)
-    torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
     ours, theirs = (torch.autograd.grad(loss, (p_a, p_b)) for loss in (value, expected))
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
 
 
 def test_the_predictor_is_the_published_one() -> None:
@@ -80,19 +71,6 @@ def test_views_pass_the_predictor_one_by_one() -> None:
     assert output.metrics["alignment"].item() == pytest.approx(
         torch.cosine_similarity(z_a, z_b).mean().item(), rel=1e-5
     )
-
-
-def test_a_call_that_may_not_update_the_state_leaves_it() -> None:
-    inputs = rows(9, 5, number=2)
-    updating, leaving = objective(), objective()
-    outputs: list[ObjectiveOutput] = [updating(*inputs, pair()), leaving(*inputs, pair(updates_state=False))]
-    before = objective().saved_state()
-    assert leaving.saved_state().keys() == before.keys()
-    assert all(torch.equal(value, before[name]) for name, value in leaving.saved_state().items())
-    assert updating.saved_state()["predictor.1.num_batches_tracked"] == 2
-    wanted = [(*inputs, *module.parameters()) for module in (updating, leaving)]
-    ours, theirs = (torch.autograd.grad(out.loss, by) for out, by in zip(outputs, wanted, strict=True))
-    assert all(torch.equal(*both) for both in zip(ours, theirs, strict=True))
 
 
 def test_autocast_changes_nothing_and_low_precision_is_raised() -> None:
