@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.killed_runs import kill_after
 from tests.nccl import run_nccl_ranks
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.test_trajectory import NUM_TRAIN, configure, train_on_rank
@@ -48,10 +49,7 @@ def test_recorded_steps_and_restarts_are_the_plain_whole_run_up_to_rounding(data
         whole = RunDir(tmp_path / compiled)
         run_nccl_ranks(train_on_rank, 1, config, whole.path, GPU)
         killed = RunDir(shutil.copytree(whole.path, tmp_path / f"{compiled}-killed"))
-        first, *later = steps_in(killed.checkpoints)
-        for step in later:
-            shutil.rmtree(killed.checkpoint(step))
-        killed.latest.write_text(f"{killed.checkpoint(first).name}\n")
+        kill_after(killed, steps_in(killed.checkpoints)[0])
         run_nccl_ranks(train_on_rank, 1, config, killed.path, GPU)
         for run_dir in (whole, killed):
             entries = [entry for entry in run_dir.read_metrics() if "train/loss" in entry]

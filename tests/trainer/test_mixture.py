@@ -21,6 +21,7 @@ from data_pipeline.storage.manifest import Fields, load_manifest
 from launch.rank import print_plan
 from tests.commands import call
 from tests.gloo import run_ranks
+from tests.killed_runs import kill_after
 from tests.small_encoder import CONVNET
 from tests.tiny_data import write_tiny_dataset
 from tests.trainer.test_tars import write_tars
@@ -76,14 +77,6 @@ def run(config: RunConfig, run_dir: Path, *accepted: str) -> None:
     train(config, RunDir(run_dir), device=torch.device("cpu"), command="test", accepted_data=accepted)
 
 
-def stop_after(run_dir: RunDir, step: int) -> None:
-    """Leave a run as a kill after `step` steps would."""
-    for path in run_dir.checkpoints.glob("step_*"):
-        if int(path.name.removeprefix("step_")) > step:
-            shutil.rmtree(path)
-    run_dir.latest.write_text(run_dir.checkpoint(step).name + "\n")
-
-
 def final_state(run_dir: Path) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(RunDir(run_dir).checkpoint(10) / "encoder.safetensors")
 
@@ -102,7 +95,7 @@ def test_a_run_on_a_mixture_goes_on_exactly_on_any_ranks(data: Path, finished: R
     for num_ranks in (1, 2):
         copy = tmp_path / str(num_ranks)
         shutil.copytree(finished.path, copy)
-        stop_after(RunDir(copy), 4)
+        kill_after(RunDir(copy), 4)
         run_ranks(run, num_ranks, configure(data), copy)
         for name, tensor in final_state(copy).items():
             if num_ranks == 1:
@@ -129,7 +122,7 @@ def test_a_replaced_source_is_named(data: Path, finished: RunDir, tmp_path: Path
     shutil.copytree(data, moved)
     run_dir = RunDir(tmp_path / "run")
     run(configure(moved), run_dir.path)
-    stop_after(run_dir, 4)
+    kill_after(run_dir, 4)
     shutil.rmtree(moved / "photos")
     write_tiny_dataset(moved / "photos", num_samples=53, seed=9)
     with pytest.raises(UserError, match=r"photos, the source photos of the mixture, holds another dataset") as refused:

@@ -6,7 +6,6 @@ On the CPU, the same tests run in a tiny form. There both sides are the CPU, so 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from configs import resolve_recipe
 from data_pipeline.core.batch import Batch
 from data_pipeline.core.sample import NO_LABEL
 from launch.rank import train_on
+from tests.killed_runs import kill_after
 from tests.tiny_data import write_tiny_pair
 from trainer.build import build_training
 from trainer.config import RunConfig
@@ -166,10 +166,8 @@ def test_neither_a_restart_nor_an_online_probe_nor_a_recording_changes_a_loss(
     whole = trained(RunDir(tmp_path / "whole"), device, *probed)
     killed = RunDir(tmp_path / "again")
     again = trained(killed, device, *probed)
-    first, *later = steps_in(killed.checkpoints)
-    for step in later:  # as if the run had been killed after its first checkpoint
-        shutil.rmtree(killed.checkpoint(step))
-    killed.latest.write_text(f"{killed.checkpoint(first).name}\n")
+    first = steps_in(killed.checkpoints)[0]
+    kill_after(killed, first)
     kept = [entry for entry in killed.read_metrics() if entry["step"] <= first]
     killed.metrics.write_text("".join(f"{json.dumps(entry)}\n" for entry in kept))
     found = {"from a checkpoint": trained(killed, device, *probed)}

@@ -14,6 +14,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import difference
 from data_pipeline.storage.locations import MANIFEST_NAME
 from tests.gloo import run_ranks
+from tests.killed_runs import kill_after
 from tests.small_encoder import CONVNET
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.claim import claim
@@ -240,9 +241,7 @@ def test_the_settings_that_may_change_change_no_bit(config: RunConfig, tmp_path:
     whole, parts = RunDir(tmp_path / "whole"), RunDir(tmp_path / "parts")
     train(config, whole, device=CPU, command="train")
     shutil.copytree(whole.path, parts.path)
-    for step in steps_in(parts.checkpoints)[1:]:
-        shutil.rmtree(parts.checkpoint(step))
-    parts.latest.write_text("step_00000002\n")
+    kill_after(parts, 2)
     changed = ["data.num_workers=2", "data.placement=stream", "checkpoint_every_steps=3"]
     changed += ["engine.kind=fsdp"]  # which is DDP on a single rank
     train(config.override(changed, where="x"), parts, device=CPU, command="train")

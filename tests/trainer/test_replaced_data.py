@@ -20,6 +20,7 @@ from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.storage.manifest import load_manifest
 from launch.slurm_command import plan_from
 from tests.gloo import run_ranks
+from tests.killed_runs import kill_after
 from tests.tiny_data import on_data, write_tiny_dataset, write_tiny_pair
 from trainer.analyses.analysis import LoadedRun
 from trainer.build import build_training
@@ -34,7 +35,7 @@ from trainer.provenance import train_sets
 from trainer.reports.page import _FACTS
 from trainer.reports.runs import read_runs
 from trainer.reports.table import data_of
-from trainer.run_dir import RunDir, write_json
+from trainer.run_dir import RunDir
 from trainer.train import train
 
 
@@ -47,17 +48,6 @@ def configure(data: Path, *overrides: str) -> RunConfig:
     """Return the config of a run of 4 steps with 40 samples."""
     small = ["global_batch_size=20", "checkpoint_every_steps=1", "watchdog.enabled=false"]
     return resolve_recipe("debug:image", on_data(data, *small, *overrides))
-
-
-def stop_after(run_dir: RunDir, step: int) -> None:
-    """Leave a run as a kill after `step` steps would."""
-    for path in run_dir.checkpoints.glob("step_*"):
-        if path != run_dir.checkpoint(step):
-            shutil.rmtree(path)
-    run_dir.latest.write_text(run_dir.checkpoint(step).name + "\n")
-    provenance = json.loads(run_dir.provenance.read_text())
-    del provenance["finished_step"]
-    write_json(run_dir.provenance, provenance)
 
 
 def go_on(run_dir: RunDir, config: RunConfig, *accepted: str) -> None:
@@ -75,7 +65,7 @@ def stopped_run(data: Path, directory: Path, *, step: int = 2) -> RunDir:
     run_dir = RunDir(directory)
     config = configure(data, "keep_checkpoints=9")
     go_on(run_dir, config)
-    stop_after(run_dir, step)
+    kill_after(run_dir, step)
     return run_dir
 
 
@@ -153,7 +143,7 @@ def test_a_memory_bank_starts_anew_with_accepted_data(
     bank = ["objective={kind: instance_discrimination, num_negatives: 4}", "keep_checkpoints=9"]
     run_dir, config = RunDir(tmp_path / "run"), configure(data, *bank)
     go_on(run_dir, config)
-    stop_after(run_dir, 2)
+    kill_after(run_dir, 2)
     replace(data, "train", num_samples=40)
     new = read_manifests(config.data).identity
 

@@ -25,6 +25,7 @@ from data_pipeline.overlays import OverlayInputs
 from data_pipeline.storage.locations import INDEX_NAME
 from data_pipeline.storage.manifest import Fields, load_manifest
 from tests.commands import call
+from tests.killed_runs import kill_after
 from tests.small_encoder import convnet
 from tests.tiny_data import on_data
 from trainer import probe, report
@@ -126,8 +127,7 @@ def test_a_run_on_tars_can_be_resumed_to_the_same_bits(tars: Path, tmp_path: Pat
     whole = RunDir(tmp_path / "whole")
     train(config, whole, device=CPU, command="train")
     resumed = RunDir(shutil.copytree(whole.path, tmp_path / "resumed"))
-    shutil.rmtree(resumed.checkpoint(6))
-    resumed.latest.unlink()
+    kill_after(resumed, 4)
     train(config, resumed, device=CPU, command="train")
     assert len(losses(whole)) == 6
     assert losses(resumed)[-6:] == losses(whole)

@@ -15,6 +15,7 @@ import torch
 from configs import resolve_recipe
 from data_pipeline.core.batch import Batch
 from tests.gloo import run_ranks
+from tests.killed_runs import kill_after
 from tests.old_versions import needs_fsdp
 from tests.small_encoder import CONVNET, convnet
 from tests.tiny_data import on_data, write_tiny_pair, write_tiny_sound_pair
@@ -91,8 +92,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[RunConfig], Pat
 def copy_at_half(run_dir: Path, copy: Path) -> RunDir:
     """Copy a run as a kill after its step `HALF` would have left it."""
     run = RunDir(shutil.copytree(run_dir, copy))
-    shutil.rmtree(run.checkpoint(NUM_STEPS))
-    run.latest.write_text(run.checkpoint(HALF).name + "\n")
+    kill_after(run, HALF)
     return run
 
 

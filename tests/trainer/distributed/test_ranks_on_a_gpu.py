@@ -7,7 +7,6 @@ with one process on the same GPU.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.killed_runs import kill_after
 from tests.nccl import machine_of, run_nccl_ranks
 from tests.small_encoder import CONVNET
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
@@ -164,8 +164,7 @@ def test_started_as_by_slurm_ranks_on_a_gpu_train_and_go_on(data: dict[str, Path
     start_as_by_slurm(command, port=29_417)
     trajectory.train_on_rank(config, tmp_path / "alone", CUDA)
     trajectory.assert_same_runs(run_dir.path, tmp_path / "alone", config)
-    shutil.rmtree(run_dir.checkpoint(trajectory.NUM_STEPS))
-    run_dir.latest.write_text(run_dir.checkpoint(trajectory.HALF).name + "\n")
+    kill_after(run_dir, trajectory.HALF)
     start_as_by_slurm(command, port=29_418)
     trajectory.assert_same_runs(run_dir.path, tmp_path / "alone", config)
 

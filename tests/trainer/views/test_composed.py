@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from data_pipeline.audio.log_mel import FSDD
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from tests.gloo import run_ranks
+from tests.killed_runs import kill_after
 from tests.tiny_data import on_data, write_tiny_pair
 from trainer.config import RunConfig
 from trainer.modules import build_modules
@@ -148,8 +148,7 @@ def test_a_viewmaker_learns_in_its_epochs_only_and_a_run_goes_on_within_one(data
             assert changed == learns, (step, player)
     whole = {player: weights(4, player) for player in ("encoder", "viewmaker")}
 
-    shutil.rmtree(run.checkpoint(4))
-    run.latest.write_text(run.checkpoint(3).name + "\n")
+    kill_after(run, 3)
     assert train_on_rank(config, run.path) == losses
     for player, expected in whole.items():
         found = weights(4, player)
