@@ -87,7 +87,8 @@ def measure(loaded: LoadedRun, config: CollisionConfig) -> tuple[CollisionResult
     Raises `UserError` for sounds, and if there are not two different pictures.
     """
     test, seed = loaded.read_test(pictures_for="collision"), loaded.seed
-    policy = ExpertImageConfig.of(loaded.config.views)
+    views = loaded.config.views
+    policy = views if isinstance(views, ExpertImageConfig) else ExpertImageConfig()
     if loaded.config.encoder.in_channels != NUM_COLOURS:
         policy = policy.without_colours()
     rows_N = loaded.choose_rows(test, config.num_pictures)

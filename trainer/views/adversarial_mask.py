@@ -22,7 +22,6 @@ from torch.nn import functional as F
 
 from data_pipeline.core.counter_rng import DrawKeys, integers
 from data_pipeline.core.schema import Factor
-from trainer.models.activation_checkpointing import Checkpointing
 from trainer.views.inputs import check_pictures
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
 
@@ -59,10 +58,8 @@ class AdversarialMaskConfig(BaseViewsConfig):
 class AdversarialMask(nn.Module):
     """The view policy of adversarial masks: a module `policy(images_BCHW, keys, masks_BHW) -> views_BCHW`.
 
-    `checkpointing` is ignored.
+    The setting `memory.viewmaker_checkpointing` has no effect on it.
     """
-
-    checkpointing: Checkpointing = "none"
 
     def __init__(self, config: AdversarialMaskConfig, *, image_channels: int) -> None:
         super().__init__()

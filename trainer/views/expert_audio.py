@@ -63,8 +63,13 @@ class SpectralConfig(_ForSounds):
 
     def check_medium(self, mel: MelConfig | None) -> None:
         super().check_medium(mel)
-        if mel is not None:
-            Spectral(self, mel)  # raises if a mask is as wide as the spectrogram
+        assert mel is not None
+        for name, widest, size in (
+            ("max_masked_bands", self.max_masked_bands, mel.num_mels),
+            ("max_masked_frames", self.max_masked_frames, mel.num_frames),
+        ):
+            if widest >= size:
+                raise ValueError(f"{name} is {widest}, but it must be below {size}, the size of the spectrogram")
 
 
 class WaveformConfig(_ForSounds):
@@ -127,19 +132,10 @@ class Spectral(nn.Module):
     """A view policy on spectrograms: a module `policy(waveforms_BT, keys, masks_BHW) -> views_B1MN` without parameters.
 
     Its draws depend on `keys` and on the silent frames of the sound.
-
-    Raises:
-        ValueError: if a mask may cover all bands or all frames.
     """
 
     def __init__(self, config: SpectralConfig, mel: MelConfig) -> None:
         super().__init__()
-        for name, widest, size in (
-            ("max_masked_bands", config.max_masked_bands, mel.num_mels),
-            ("max_masked_frames", config.max_masked_frames, mel.num_frames),
-        ):
-            if widest >= size:
-                raise ValueError(f"{name} is {widest}, but it must be below {size}, the size of the spectrogram")
         self.config, self.mel = config, mel
 
     @torch.no_grad()

@@ -94,11 +94,6 @@ class ExpertImageConfig(BaseViewsConfig):
     def jitters(self) -> bool:
         return self.jitter_probability > 0 and any(self.strengths)
 
-    @classmethod
-    def of(cls, views: BaseViewsConfig) -> ExpertImageConfig:
-        """Return `views` if they are expert views of pictures, otherwise the default ones."""
-        return views if isinstance(views, ExpertImageConfig) else cls()
-
     def build(self, given: ViewsInputs) -> ExpertImage:
         return ExpertImage(self)
 

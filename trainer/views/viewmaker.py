@@ -456,8 +456,6 @@ class SoundViewmaker(Viewmaker):
     """
 
     def __init__(self, config: ViewmakerConfig, mel: MelConfig) -> None:
-        """Build the network for one channel. Raises `ValueError` like `ViewmakerConfig.check_medium`."""
-        config.check_medium(mel)
         super().__init__(config, image_channels=1)
         self.mel = mel
         self.waveform = None if config.waveform is None else Waveform(config.waveform, mel)

@@ -317,10 +317,10 @@ def test_other_inputs_are_refused(policy: Spectral | Waveform, shape: tuple[int,
 
 def test_a_mask_of_everything_is_refused() -> None:
     with pytest.raises(ValueError, match="max_masked_frames is 64, but it must be below 64"):
-        Spectral(SpectralConfig(max_masked_frames=64), FSDD)
+        SpectralConfig(max_masked_frames=64).check_medium(FSDD)
     small = FSDD.model_copy(update={"num_mels": 32})
     with pytest.raises(ValueError, match="max_masked_bands is 39, but it must be below 32"):
-        Spectral(SpectralConfig(), small)
+        SpectralConfig().check_medium(small)
 
 
 @pytest.mark.parametrize(
