@@ -4,11 +4,30 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+
+def compiled_for_an_h100(kernel: Any, half: Collection[str], constants: Mapping[str, Any], *, num_warps: int) -> Any:
+    """Return the code of a kernel, as a launch makes it: the arguments of `half` are pointers to bfloat16.
+
+    All pointers, and numbers of channels, are multiples of 16 bytes.
+    """
+    signature, attributes = {}, {}
+    for number, name in enumerate(kernel.arg_names):
+        is_pointer = name.endswith("_ptr")
+        scalar = "fp32" if name in {"eps", "momentum", "budget"} else "i32"
+        pointer = "*bf16" if name in half else "*fp32"
+        signature[name] = "constexpr" if name in constants else pointer if is_pointer else scalar
+        if is_pointer or name == "channels":
+            attributes[(number,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=dict(constants), attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}).asm
 
 
 def assert_in_registers(asm: Mapping[str, Any], directory: Path, *, most: int) -> None:

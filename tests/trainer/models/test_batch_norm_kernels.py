@@ -15,13 +15,10 @@ from unittest import mock
 
 import pytest
 import torch
-import triton
 from torch import Tensor
 from torch.nn import functional as F
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from tests.trainer.code_of_kernels import assert_in_registers
+from tests.trainer.code_of_kernels import assert_in_registers, compiled_for_an_h100
 from trainer import triton_works
 from trainer.models import batch_norm, batch_norm_kernels
 from trainer.models.batch_norm import SynchronizedBatchNorm2d, grouped_statistics
@@ -49,20 +46,6 @@ def test_in_the_interpreter_kernels_are_as_torch_in_float64(check: str, tmp_path
             process.kill()
 
 
-def compiled(kernel: Any, dtype: str, **constants: Any) -> Any:
-    """Compile a kernel for an H100, as a launch on maps of a ResNet would, with pointers and channels of 16 bytes."""
-    of_maps = {f"{name}_ptr" for name in ("x", "residual", "out", "grad", "grad_x", "grad_residual")}
-    signature, attributes = {}, {}
-    for number, name in enumerate(kernel.arg_names):
-        number_type = "fp32" if name in {"eps", "momentum"} else "i32"
-        pointer = f"*{dtype}" if name in of_maps else "*fp32"
-        signature[name] = "constexpr" if name in constants else pointer if name.endswith("_ptr") else number_type
-        if name.endswith("_ptr") or name == "channels":
-            attributes[(number,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
-
-
 @pytest.mark.slow
 @pytest.mark.pinned
 @pytest.mark.parametrize("name", ["statistics", "normalise", "sums", "gradient"])
@@ -70,10 +53,12 @@ def test_compiled_for_an_h100_kernels_read_16_bytes_at_once_ahead_of_time_and_sp
     name: str, tmp_path: Path
 ) -> None:
     kernel = getattr(batch_norm_kernels, f"_{name}_kernel")
+    half = {f"{each}_ptr" for each in ("x", "residual", "out", "grad", "grad_x", "grad_residual")}
     for residual, relu in FORMS:
         flags = {"RESIDUAL": residual, "RELU": relu}
         constants = {flag: value for flag, value in flags.items() if flag in kernel.arg_names}
-        binary = compiled(kernel, "bf16", TILE_ROWS=32, TILE_CHANNELS=64, **constants).asm
+        tile = {"TILE_ROWS": 32, "TILE_CHANNELS": 64}
+        binary = compiled_for_an_h100(kernel, half, tile | constants, num_warps=8)
         copies = re.findall(r"cp\.async\.c[ag]\.shared\.global [^,]+, [^,]+, (\w+)", binary["ptx"])
         assert copies
         assert set(copies) == {"0x10"}

@@ -19,8 +19,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from benchmarks.kernels import (
     GPU,
@@ -32,7 +30,7 @@ from benchmarks.kernels import (
 )
 from data_pipeline.core.counter_rng import DrawKeys
 from tests.old_versions import needs_gpu_tensors_without_data
-from tests.trainer.code_of_kernels import assert_in_registers
+from tests.trainer.code_of_kernels import assert_in_registers, compiled_for_an_h100
 from tests.trainer.views import interpreted_viewmaker
 from trainer import triton_works
 from trainer.views import viewmaker_kernels
@@ -72,16 +70,8 @@ def test_compiled_for_an_h100_kernels_read_and_write_16_bytes_at_once_and_spill_
     kernel = getattr(viewmaker_kernels, f"_{name}_kernel")
     form = {"RELU": relu} if "gradient" in name else dict.fromkeys(("residual_ptr", "noise_ptr") if relu else ())
     constants: dict[str, Any] = {**layer, **form, "ROWS": 64, "TILE": 32}
-    of_maps = {f"{each}_ptr" for each in ("y", "residual", "out", "grad", "inner", "grad_y")}
-    signature, attributes = {}, {}
-    for number, argument in enumerate(kernel.arg_names):
-        pointer = "*bf16" if argument in of_maps else "*fp32"
-        scalar = "fp32" if argument == "eps" else "i32"
-        signature[argument] = "constexpr" if argument in constants else pointer if "_ptr" in argument else scalar
-        if "_ptr" in argument:
-            attributes[(number,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm
+    half = {f"{each}_ptr" for each in ("y", "residual", "out", "grad", "inner", "grad_y")}
+    binary = compiled_for_an_h100(kernel, half, constants, num_warps=8)
     assert re.search(r"(ld\.global|cp\.async\.c[ag]\.shared\.global).*(v4\.b32|0x10)", binary["ptx"])
     assert "st.global.v4.b32" in binary["ptx"]
     assert not re.search(r"[ls]t\.global\.b16", binary["ptx"])
@@ -98,16 +88,12 @@ def test_compiled_for_an_h100_kernels_of_weights_and_budget_spill_nothing(with_g
         (129, 3, 129, 136, 3, 136, 10368, 20736),
         (64, 3, 131, 64, 4, 136, 160137, 187200),
     )
-    both = "*fp32" if with_gradient else "constexpr"
-    pointers = {"u_ptr": "*fp32", "grad_ptr": both, "out_ptr": "*fp32", "budget": "fp32"}
-    form: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
-        (viewmaker_kernels._spend_kernel, pointers, {"SIZE": 3072} | ({} if with_gradient else {"grad_ptr": None})),
-        (viewmaker_kernels._fill_kernel, {"source_ptr": "*fp32", "target_ptr": "*bf16"}, {"LAYERS": layers}),
-    ]
-    for kernel, signature, constants in form:
-        constants["BLOCK"] = 1024
-        source = ASTSource(fn=kernel, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
-        binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm
+    of_budget = {"SIZE": 3072} | ({} if with_gradient else {"grad_ptr": None})
+    for kernel, half, constants in (
+        (viewmaker_kernels._spend_kernel, (), of_budget),
+        (viewmaker_kernels._fill_kernel, ("target_ptr",), {"LAYERS": layers}),
+    ):
+        binary = compiled_for_an_h100(kernel, half, {**constants, "BLOCK": 1024}, num_warps=4)
         assert_in_registers(binary, tmp_path, most=128)
 
 
