@@ -183,7 +183,7 @@ def slowest_rank(fractions: dict[str, float]) -> dict[str, float]:
     wait for the others. `fractions` are the metrics of `Clock.read` of this rank. Every rank must call this at the same
     time.
     """
-    own = sum(fractions[f"perf/{name}_fraction"] for name in _BEFORE_BACKWARD if f"perf/{name}_fraction" in fractions)
+    own = sum(fractions[f"perf/{name}_fraction"] for name in _BEFORE_BACKWARD)
     times_W = all_gather_rows(torch.tensor([own], dtype=torch.float64, device=message_device()))
     if len(times_W) == 1:
         return {}

@@ -27,6 +27,7 @@ from data_pipeline.core.system import PROC, num_cores, variable
 from trainer.checkpoint.restore import Restored
 from trainer.config import RunConfig
 from trainer.data import Manifests
+from trainer.distributed.collectives import world_size
 from trainer.open_settings import decisions_to_record
 from trainer.own_code import RECORDED_CODE, hash_of_files, hashes_of_code
 from trainer.run_dir import RunDir, write_json
@@ -80,7 +81,6 @@ def write_provenance(
     manifests: Manifests,
     *,
     command: str,
-    world_size: int,
     restored: Restored,
 ) -> None:
     """Write provenance.json; a restart keeps the facts of the first start and adds itself to `starts`.
@@ -97,7 +97,7 @@ def write_provenance(
     start = {
         **_facts_of_start(code, command),
         "start_step": restored.step,
-        "world_size": world_size,
+        "world_size": world_size(),
         "slurm_job_id": variable("SLURM_JOB_ID"),
         "slurm_restart_count": int(variable("SLURM_RESTART_COUNT") or 0) if variable("SLURM_JOB_ID") else None,
         **manifests.identity.model_dump(),
@@ -189,12 +189,9 @@ def command_line() -> str:
 
 def cpu_name() -> str:
     """Return the processor's model name, or its architecture if the system has no name."""
-    cpuinfo = PROC / "cpuinfo"
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    lines = (PROC / "cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def _git(*arguments: str) -> str:

@@ -262,18 +262,13 @@ def runs_of(paths: Sequence[Path]) -> list[Path]:
 
 def say_what_is_left_out(paths: Sequence[Path]) -> None:
     """Print which directories `runs_of` leaves out although they hold runs, such as studies in runs/; if there are."""
-    inner = [child for path in paths if not RunDir(path).config.is_file() for child in sorted(path.glob("*/"))]
+    outer = [path for path in paths if not RunDir(path).config.is_file()]
+    inner = {config.parent.parent for path in outer for config in path.glob("*/*/config.json")}
     named = {path.resolve() for path in paths}
-    studies = [
-        printable(str(child))
-        for child in inner
-        if not RunDir(child).config.is_file() and child.resolve() not in named and any(child.glob("*/config.json"))
-    ]
+    studies = [path for path in sorted(inner) if not RunDir(path).config.is_file() and path.resolve() not in named]
     if studies:
-        print(
-            f"left out, because they hold runs of their own: {', '.join(studies)}; pass the path of each",
-            file=sys.stderr,
-        )
+        listed = printable(", ".join(map(str, studies)))
+        print(f"left out, because they hold runs of their own: {listed}; pass the path of each", file=sys.stderr)
 
 
 def read_object(path: Path, *, mend: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from trainer.checkpoint.save import CheckpointWriter
 from trainer.claim import claim
 from trainer.config import RunConfig
 from trainer.data import Manifests, open_stream, read_agreed_manifests
-from trainer.distributed.collectives import from_first_rank, on_first_rank, rank, world_size
+from trainer.distributed.collectives import from_first_rank, on_first_rank, rank
 from trainer.fault_tolerance.preemption import StoppedError, StopRequests
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.first_step import check_first_step
@@ -222,7 +222,7 @@ def open_loop(
     )
     counters = RunCounters(run_dir, training, manifests, restored, device=device)
     if rank() == 0:
-        write_provenance(run_dir, config, manifests, command=command, world_size=world_size(), restored=restored)
+        write_provenance(run_dir, config, manifests, command=command, restored=restored)
     checkpoints = CheckpointWriter(
         run_dir,
         keep=config.keep_checkpoints,
