@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -22,20 +23,25 @@ class Done:
     stderr: str
 
 
-def call(
-    main: Callable[[], None],
-    *arguments: str | Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> Done:
-    """Run a command line's `main` with these arguments."""
-    monkeypatch.setattr(sys, "argv", [main.__module__, *map(str, arguments)])
-    status = 0
-    try:
-        run_command(main)
-    except SystemExit as end:
-        status = int(end.code or 0)
-    return Done(status, *capsys.readouterr())
+class Call(Protocol):
+    """The fixture `call` of conftest.py: runs a command line's `main` with arguments."""
+
+    def __call__(self, main: Callable[[], None], *arguments: str | Path) -> Done: ...
+
+
+def caller(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Return the function that is the fixture `call`."""
+
+    def call(main: Callable[[], None], *arguments: str | Path) -> Done:
+        monkeypatch.setattr(sys, "argv", [main.__module__, *map(str, arguments)])
+        status = 0
+        try:
+            run_command(main)
+        except SystemExit as end:
+            status = int(end.code or 0)
+        return Done(status, *capsys.readouterr())
+
+    return call
 
 
 def float64_recipe(directory: Path) -> list[str]:

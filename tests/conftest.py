@@ -8,10 +8,14 @@ import signal
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests import nursery, tiers
+
+if TYPE_CHECKING:
+    from tests.commands import Call
 
 gc.disable()  # until the tests are collected, which imports everything
 
@@ -26,6 +30,14 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 FOLDERS = {"slurm": "slurm", "e2e": "process"}  # the mark of every test in a folder of tests/
 SECONDS = {"slurm": 15, "process": 8, "ranks": 6, "slow": 2}  # about, of a test with this mark
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Run a command line's `main` with arguments in this process."""
+    from tests.commands import caller  # imports torch, whose threads are set above
+
+    return caller(monkeypatch, capsys)
 
 
 def pytest_configure() -> None:

@@ -25,7 +25,7 @@ from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.imports import import_code
 from launch.snapshot import read_snapshot
-from tests.commands import Done, call
+from tests.commands import Call, Done
 from tests.nursery import run_python
 from tests.own_package import add_distribution, install, on_path
 from tests.real_data import REPOSITORY
@@ -84,9 +84,9 @@ def settings(data: Path, **more: object) -> list[str]:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+def run(call: Call) -> Callable[..., Done]:
     def command(module: object, *arguments: str | Path) -> Done:
-        return call(module.main, *arguments, monkeypatch=monkeypatch, capsys=capsys)  # type: ignore[attr-defined]
+        return call(module.main, *arguments)  # type: ignore[attr-defined]
 
     return command
 

@@ -23,7 +23,7 @@ from launch.slurm import main
 from launch.slurm_client import outside_any_job, states_of_jobs
 from launch.submission import SubmissionPlan, sbatch_script
 from launch.submitted import Submission, last_submission, record
-from tests.commands import Done, call
+from tests.commands import Call, Done
 from tests.tiny_data import write_tiny_pair
 from trainer.run_dir import RunDir, write_json
 
@@ -49,7 +49,7 @@ Command = Callable[..., Done]
 
 
 @pytest.fixture
-def slurm_py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+def slurm_py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> Command:
     """Run `python launch/slurm.py ARGUMENTS` in this process, with an empty PATH and no settings of a cluster."""
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     monkeypatch.chdir(tmp_path)  # it has no slurm.yaml
@@ -57,7 +57,7 @@ def slurm_py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         monkeypatch.delenv(name)
 
     def command(*arguments: str | Path) -> Done:
-        return call(main, *arguments, monkeypatch=monkeypatch, capsys=capsys)
+        return call(main, *arguments)
 
     return command
 

@@ -15,7 +15,7 @@ import launch.train
 from launch.planned_run import PlannedRun
 from launch.slurm_command import plan_from
 from launch.submission import SubmissionPlan
-from tests.commands import Done, call
+from tests.commands import Call, Done
 from tests.tiny_data import write_tiny_pair
 from trainer.run_dir import write_json
 
@@ -38,11 +38,11 @@ def recipe(data: Path) -> list[str]:
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: Call) -> Command:
     """Run launch/slurm.py in this process, in an empty working directory."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(tmp_path)
-    return partial(call, launch.slurm.main, monkeypatch=monkeypatch, capsys=capsys)
+    return partial(call, launch.slurm.main)
 
 
 def test_a_sweep_is_one_array_and_its_dry_run_shows_the_runs(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import launch.slurm
-from tests.commands import Done, call, float64_recipe
+from tests.commands import Call, Done, float64_recipe
 from tests.nursery import run_python
 from tests.slurm.cluster import NODE_NAMES
 from trainer.distributed.environment import read_env
@@ -42,13 +42,11 @@ def slurm_py(*arguments: str | Path, environ: dict[str, str]) -> subprocess.Comp
 
 
 @pytest.fixture
-def slurm_py_here(
-    slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., Done]:
+def slurm_py_here(slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch, call: Call) -> Callable[..., Done]:
     """`slurm_py` in this process."""
     monkeypatch.setenv("SLURM_CONF", slurm["SLURM_CONF"])
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    return partial(call, launch.slurm.main, monkeypatch=monkeypatch, capsys=capsys)
+    return partial(call, launch.slurm.main)
 
 
 def losses(run_dir: Path) -> list[float]:

@@ -12,7 +12,7 @@ import pytest
 
 import launch.slurm
 import launch.status
-from tests.commands import Done, call
+from tests.commands import Call, Done
 from tests.tiny_data import write_tiny_dataset
 from trainer.run_dir import RunDir
 
@@ -33,16 +33,14 @@ Command = Callable[..., Done]
 
 
 @pytest.fixture
-def command(
-    slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Command:
+def command(slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: Call) -> Command:
     """Run a command of launch/ with its arguments, in this process, on the private Slurm."""
     monkeypatch.setenv("SLURM_CONF", slurm["SLURM_CONF"])
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     mains = {"slurm.py": launch.slurm.main, "status.py": launch.status.main}
 
     def run(name: str, *arguments: str | Path) -> Done:
-        return call(mains[name], *arguments, monkeypatch=monkeypatch, capsys=capsys)
+        return call(mains[name], *arguments)
 
     return run
 

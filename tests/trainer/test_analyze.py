@@ -3,7 +3,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +15,9 @@ from configs import debug
 from data_pipeline.audio.log_mel import FSDD, power_mel
 from data_pipeline.building.build import build_dataset
 from data_pipeline.core.counter_rng import DrawKeys
-from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
 from data_pipeline.overlays import evaluation_keys
+from tests.commands import Call
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import plant, write_run
 from tests.trainer.probed_runs.test_probe_command import make_run
@@ -112,11 +111,9 @@ def test_numbers_are_those_of_the_views_that_training_draws(run_dir: RunDir) -> 
     assert (png_path.read_bytes(), json_path.read_bytes()) == before
 
 
-def test_wrong_input_is_said_in_one_sentence(
-    run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_input_is_said_in_one_sentence(run_dir: RunDir, tmp_path: Path, call: Call) -> None:
     for arguments, message in (
-        (["vews", str(run_dir.path)], r'no analysis "vews"; did you mean "views"\?'),
+        (["vews", str(run_dir.path)], 'no analysis "vews"; did you mean "views"?'),
         (["views", str(tmp_path)], "is not a run directory"),
         (["views", str(run_dir.path)], "has no checkpoint yet"),
         (["views", str(run_dir.path), "--step", "7"], "no checkpoint of step 7"),
@@ -124,74 +121,56 @@ def test_wrong_input_is_said_in_one_sentence(
         (["views", str(run_dir.path), "--seed", "-1"], "--seed must be 0 to 9,223,372,036,854,775,807, got -1"),
         (["views", str(run_dir.path), "--set", "num_picture=3"], 'unknown key "num_picture"; did you mean "num_pict'),
     ):
-        monkeypatch.setattr(sys, "argv", ["analyze", *arguments])
-        with pytest.raises(UserError, match=message):
-            main()
-    monkeypatch.setattr(sys, "argv", ["analyze", "views", str(run_dir.path), "--step", "0"])
-    main()
-    assert capsys.readouterr().out.split() == [
+        refused = call(main, *arguments)
+        assert refused.status == 2
+        assert message in refused.stderr
+    assert call(main, "views", run_dir.path, "--step", "0").stdout.split() == [
         str(run_dir.analysis / "views.png"),
         str(run_dir.analysis / "views.json"),
     ]
 
 
-def test_runs_that_cannot_be_analysed_do_not_stop_the_others(
-    run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_that_cannot_be_analysed_do_not_stop_the_others(run_dir: RunDir, tmp_path: Path, call: Call) -> None:
     for number in range(2):
         path = tmp_path / f"run{number}"
         path.mkdir()
         RunDir(path).config.write_text(run_dir.config.read_text())
     whole = make_run(tmp_path / "run9", run_dir.path.parent)
-    monkeypatch.setattr(sys, "argv", ["analyze", "monitors", str(tmp_path), "--set", "num_samples=8"])
-    with pytest.raises(SystemExit, match="1"):
-        main()
-    shown = capsys.readouterr()
-    assert shown.out.splitlines()[-1] == str(whole.analysis / "monitors.json")
-    errors = [line for line in shown.err.splitlines() if line.startswith("error: ")]
+    done = call(main, "monitors", tmp_path, "--set", "num_samples=8")
+    assert done.status == 1
+    assert done.stdout.splitlines()[-1] == str(whole.analysis / "monitors.json")
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert [f"run{number} has no checkpoint yet" in errors[number] for number in range(2)] == [True] * 2
     assert errors[2:] == ["error: 2 of 3 runs were not analysed"]
 
 
 @pytest.mark.parametrize("name", ANALYSES)
-def test_every_setting_is_listed_with_its_value_and_what_it_means(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["analyze", name, "--list-settings"])
-    main()
+def test_every_setting_is_listed_with_its_value_and_what_it_means(name: str, call: Call) -> None:
     settings = load_analysis(name).settings()
-    lines = [re.split(r" {2,}", line, maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+    lines = [re.split(r" {2,}", line, maxsplit=2) for line in call(main, name, "--list-settings").stdout.splitlines()]
     assert {setting: json.loads(value) for setting, value, _ in lines} == settings.model_dump(mode="json")
     assert all(len(meaning.split()) >= 3 and meaning.endswith(".") for _, _, meaning in lines)
 
 
-def test_settings_and_seed_reach_the_analysis_of_every_run(
-    run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_and_seed_reach_the_analysis_of_every_run(run_dir: RunDir, tmp_path: Path, call: Call) -> None:
     other = RunDir(tmp_path)
     other.config.write_text(run_dir.config.read_text())
-    paths = [str(run_dir.path), str(other.path)]
+    paths = [run_dir.path, other.path]
     options = ["--seed", "5", "--set", "num_pictures=9", "--set", "max_uses=1", "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", ["analyze", "collision", *paths, *options])
-    main()
-    json_paths = capsys.readouterr().out.split()[1::2]
+    json_paths = call(main, "collision", *paths, *options).stdout.split()[1::2]
     assert json_paths == [f"{path}/analysis/collision.json" for path in paths]
     for path in json_paths:
         result = json.loads(Path(path).read_text())
         assert (result["num_pictures"], result["seed"], result["uses"]) == (9, 5, [0, 1])
 
 
-def test_the_pictures_of_several_runs_are_drawn_together(
-    run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pictures_of_several_runs_are_drawn_together(run_dir: RunDir, tmp_path: Path, call: Call) -> None:
     paths = [tmp_path / name for name in ("one", "two", "three")]
     for number, path in enumerate(paths):
         path.mkdir()
         RunDir(path).config.write_text(run_dir.config.read_text().replace('"seed": 0', f'"seed": {number}'))
     together = tmp_path / "all.png"
-    options = ["--step", "0", "--set", "num_shown=2", "--together", str(together)]
-    monkeypatch.setattr(sys, "argv", ["analyze", "views", *map(str, paths), *options])
-    main()
+    call(main, "views", *paths, "--step", "0", "--set", "num_shown=2", "--together", together)
     pixels = np.asarray(Image.open(together))
     cells = [np.asarray(Image.open(RunDir(path).analysis / "views.png").convert("RGB")) for path in paths]
     height, width = cells[0].shape[:2]

@@ -13,7 +13,7 @@ from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.overlays.bits import Bits
 from data_pipeline.storage.manifest import Manifest
-from tests.commands import call
+from tests.commands import Call
 from tests.trainer.test_tars import settings
 from trainer import probe
 from trainer.data import Manifests
@@ -72,9 +72,7 @@ def test_bits_survive_a_crop() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("views", ["expert_image", "viewmaker"])
-def test_a_run_on_pictures_that_are_not_square_is_trained_and_probed(
-    views: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_on_pictures_that_are_not_square_is_trained_and_probed(views: str, tmp_path: Path, call: Call) -> None:
     for split, limit in (("train", 48), ("test", 20)):
         build_dataset("procedural_dominoes", tmp_path / split, split=split, limit=limit, overlay="online")
     narrow = ["views={kind: viewmaker, base_width: 4, num_res_blocks: 1}", "adversary={}"]
@@ -82,6 +80,6 @@ def test_a_run_on_pictures_that_are_not_square_is_trained_and_probed(
     config = resolve_recipe("debug:image", settings(tmp_path, "num_epochs=1", "data.overlay=online", *chosen))
     run_dir = RunDir(tmp_path / "run")
     train(config, run_dir, device=torch.device("cpu"), command="train")
-    probed = call(probe.main, run_dir.path, monkeypatch=monkeypatch, capsys=capsys)
+    probed = call(probe.main, run_dir.path)
     assert probed.status == 0, probed.stderr
     assert "label_overlay" in probed.stdout

@@ -13,7 +13,7 @@ from PIL import Image
 from configs import resolve_recipe
 from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError
-from tests.commands import call
+from tests.commands import Call
 from tests.trainer.test_tars import settings
 from trainer import probe, report
 from trainer.preflight import check_data
@@ -64,12 +64,8 @@ def results(run_dir: RunDir) -> dict[str, ProbeResult]:
 
 
 @pytest.mark.slow
-def test_three_labels_are_trained_probed_and_reported(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    probed = call(
-        probe.main, run.path, "--set", "num_epochs=5", "--set", "views=none", monkeypatch=monkeypatch, capsys=capsys
-    )
+def test_three_labels_are_trained_probed_and_reported(run: RunDir, tmp_path: Path, call: Call) -> None:
+    probed = call(probe.main, run.path, "--set", "num_epochs=5", "--set", "views=none")
     assert probed.status == 0, probed.stderr
     for label in ("shade", "twin", "coin", "rare"):
         assert f"label_{label}" in probed.stdout
@@ -97,7 +93,7 @@ def test_three_labels_are_trained_probed_and_reported(
     assert "worst group of shade x twin: linear" in probed.stdout
 
     page = tmp_path / "report.html"
-    reported = call(report.main, run.path, "--out", page, monkeypatch=monkeypatch, capsys=capsys)
+    reported = call(report.main, run.path, "--out", page)
     assert reported.status == 0, reported.stderr
     html = page.read_text()
     for said in ("Worst groups", "coin", "while training"):
@@ -106,9 +102,7 @@ def test_three_labels_are_trained_probed_and_reported(
 
 
 @pytest.mark.slow
-def test_the_labels_and_the_groups_to_probe_can_be_named(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_labels_and_the_groups_to_probe_can_be_named(data: Path, tmp_path: Path, call: Call) -> None:
     more = ["num_epochs=1", "probe.labels=[coin, shade]", "probe.groups=[[coin, twin]]", "probe.online_every_steps=5"]
     run_dir = RunDir(tmp_path / "run")
     train(resolve_recipe("debug:image", settings(data, *more)), run_dir, device=CPU, command="train")
@@ -116,15 +110,15 @@ def test_the_labels_and_the_groups_to_probe_can_be_named(
     assert logged == {f"probe/{label}/{how}" for label in ("coin", "shade") for how in ("knn", "ridge")} | {
         "probe/seconds"
     }
-    assert call(probe.main, run_dir.path, monkeypatch=monkeypatch, capsys=capsys).status == 0
+    assert call(probe.main, run_dir.path).status == 0
     found = results(run_dir)
     assert list(found) == ["coin", "shade"]
     assert [groups.labels for groups in found["coin"].groups] == [("coin", "twin")]
     assert found["shade"].groups == ()
-    one = call(probe.main, run_dir.path, "--set", "labels=[twin, rare]", monkeypatch=monkeypatch, capsys=capsys)
+    one = call(probe.main, run_dir.path, "--set", "labels=[twin, rare]")
     assert one.status == 0, one.stderr
     assert list(results(run_dir)) == ["coin", "rare", "shade", "twin"]
-    wrong = call(probe.main, run_dir.path, "--set", "labels=[base]", monkeypatch=monkeypatch, capsys=capsys)
+    wrong = call(probe.main, run_dir.path, "--set", "labels=[base]")
     assert wrong.status == 2
     assert "the samples have no label_base of two or more classes, only label_shade, label_twin" in wrong.stderr
 

@@ -19,7 +19,7 @@ from data_pipeline.building.index_tars import make_index
 from data_pipeline.core.errors import UserError
 from data_pipeline.storage.manifest import Fields, load_manifest
 from launch.rank import print_plan
-from tests.commands import call
+from tests.commands import Call
 from tests.gloo import run_ranks
 from tests.killed_runs import kill_after
 from tests.small_encoder import CONVNET
@@ -157,13 +157,13 @@ def test_one_weight_of_a_file_can_be_set_and_is_explained(data: Path, tmp_path: 
 
 @pytest.mark.slow
 def test_a_mixture_is_probed_on_its_first_source_or_on_the_one_that_is_named(
-    data: Path, finished: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    data: Path, finished: RunDir, tmp_path: Path, call: Call
 ) -> None:
     run_dir = RunDir(tmp_path / "run")
     for named, probed in ((), "birds"), (("data.probed_source=photos",), "photos"):
         shutil.rmtree(run_dir.path, ignore_errors=True)
         run(configure(data, "num_epochs=1", *named), run_dir.path)
-        done = call(probe.main, run_dir.path, monkeypatch=monkeypatch, capsys=capsys)
+        done = call(probe.main, run_dir.path)
         assert done.status == 0, done.stderr
         assert "warning" not in done.stderr
         (result,) = run_dir.path.glob("probes/step_*/base.json")

@@ -15,7 +15,7 @@ import pytest
 
 import trainer.probe
 import trainer.report
-from data_pipeline.core.errors import run_command
+from tests.commands import Call
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.probed_runs.test_probe_command import make_run
 from tests.trainer.reports.made_runs import Page
@@ -66,38 +66,20 @@ def run(tmp_path: Path) -> Path:
     return make_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=40, num_test=20)).path
 
 
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run a command, and return its output or the one line of its refusal."""
-
-    def run_it(command: Any, *arguments: object) -> str:
-        monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
-        try:
-            run_command(command.main)
-        except SystemExit as end:
-            if end.code != 2:
-                raise
-            (line,) = capsys.readouterr().err.splitlines()[-1:]
-            return line
-        return capsys.readouterr().out
-
-    return run_it
-
-
 def content(directory: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 def test_a_read_only_run_is_probed_and_reported_in_a_directory_of_links(
-    run: Path, tmp_path: Path, protect: Callable[..., None], call: Callable[..., str]
+    run: Path, tmp_path: Path, protect: Callable[..., None], call: Call
 ) -> None:
     """As `cp -rs` makes it."""
     before, mine = content(run), tmp_path / "mine" / "run"
     shutil.copytree(run, mine, copy_function=os.symlink)
     protect(run)
-    call(trainer.probe, mine, "--untrained")
-    assert "1 of 1 run(s) are probed already" in call(trainer.probe, mine, "--untrained", "--missing")
-    assert call(trainer.report, mine) == f"{mine / 'report.html'}\n"
+    call(trainer.probe.main, mine, "--untrained")
+    assert "1 of 1 run(s) are probed already" in call(trainer.probe.main, mine, "--untrained", "--missing").stdout
+    assert call(trainer.report.main, mine).stdout == f"{mine / 'report.html'}\n"
     result = json.loads((RunDir(mine).probes(10) / "base.json").read_text())
     row = Page((mine / "report.html").read_text()).row("debug-image")
     assert row[1].startswith(f"{100 * result['linear']['accuracy']:.1f}")
@@ -108,10 +90,11 @@ def test_a_read_only_run_is_probed_and_reported_in_a_directory_of_links(
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EDQUOT])
 @pytest.mark.parametrize("command", ["report", "probe"])
 def test_a_command_that_must_write_says_so_in_one_sentence(
-    command: str, number: int, run: Path, protect: Callable[..., None], call: Callable[..., str]
+    command: str, number: int, run: Path, protect: Callable[..., None], call: Call
 ) -> None:
     protect(run, number)
-    line = call(getattr(trainer, command), str(run))
-    assert line.startswith("error: ")
+    done = call(getattr(trainer, command).main, run)
+    line = done.stderr.splitlines()[-1]
+    assert (done.status, line[:7]) == (2, "error: ")
     assert os.strerror(number) in line
     assert str(run) in line

@@ -24,7 +24,7 @@ from data_pipeline.loading.whole import read_all
 from data_pipeline.overlays import OverlayInputs
 from data_pipeline.storage.locations import INDEX_NAME
 from data_pipeline.storage.manifest import Fields, load_manifest
-from tests.commands import call
+from tests.commands import Call
 from tests.killed_runs import kill_after
 from tests.small_encoder import convnet
 from tests.tiny_data import on_data
@@ -137,9 +137,7 @@ def test_a_run_on_tars_can_be_resumed_to_the_same_bits(tars: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_tars_with_an_overlay_are_cut_out_of_squares_and_probed_for_both_labels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tars_with_an_overlay_are_cut_out_of_squares_and_probed_for_both_labels(tmp_path: Path, call: Call) -> None:
     sizes = ((90, 70), (64, 100))
     for name, num in (("train", 48), ("test", 18)):
         write_tars(tmp_path / name, num, sizes=sizes, kind="JPEG", seed=num)
@@ -157,12 +155,12 @@ def test_tars_with_an_overlay_are_cut_out_of_squares_and_probed_for_both_labels(
     assert original_crops(config, load_manifest(tmp_path / "train")) is None
     run_dir = RunDir(tmp_path / "run")
     train(config, run_dir, device=CPU, command="train")
-    probed = call(probe.main, run_dir.path, monkeypatch=monkeypatch, capsys=capsys)
+    probed = call(probe.main, run_dir.path)
     assert probed.status == 0, probed.stderr
     assert "label_base" in probed.stdout
     assert "label_overlay" in probed.stdout
     page = tmp_path / "report.html"
-    reported = call(report.main, run_dir.path, "--out", page, monkeypatch=monkeypatch, capsys=capsys)
+    reported = call(report.main, run_dir.path, "--out", page)
     assert reported.status == 0, reported.stderr
     titles = {label.title for label in load_manifest(Path(config.data.test_dir)).labels.values()}
     assert len(titles) == 2

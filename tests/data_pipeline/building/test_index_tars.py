@@ -16,13 +16,11 @@ from data_pipeline.loading.decode import decode
 from data_pipeline.storage.locations import INDEX_NAME, dataset_directory, index_directory
 from data_pipeline.storage.manifest import Fields, load_manifest
 from data_pipeline.storage.store import SampleStore
-from tests.commands import call
+from tests.commands import Call
 from tests.tars import by_tarfile, indexed, numbers_in, picture, simple
 
 
-def test_the_command_takes_what_is_left_out_from_the_train_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_takes_what_is_left_out_from_the_train_set(tmp_path: Path, call: Call) -> None:
     """Both sets have samples with two pictures and two labels; the train set has an index of the second ones."""
     for name in ("train", "test"):
         members = [("a.png", picture(1)), ("a.seg.png", picture(9)), ("a.cls", b"7"), ("a.json", b'{"coarse": "owl"}')]
@@ -31,12 +29,12 @@ def test_the_command_takes_what_is_left_out_from_the_train_set(
     fields = Fields(content=("seg.png",), labels={"base": "json:coarse"})
     train = indexed(tmp_path / "train", tmp_path / "train" / INDEX_NAME, fields=fields, size=16).manifest
     words = ["index", str(tmp_path / "test"), "--classes-of", str(tmp_path / "train"), "--workers", "1"]
-    done = call(main, *words, monkeypatch=monkeypatch, capsys=capsys)
+    done = call(main, *words)
     assert done.status == 0, done.stderr
     test = load_manifest(tmp_path / "test")
     assert (test.tars.fields, test.labels, test.input_shape) == (fields, train.labels, (3, 16, 16))
     assert numbers_in(SampleStore(tmp_path / "test")) == [9]
-    done = call(main, *words, "--image", "png", "--size", "24", monkeypatch=monkeypatch, capsys=capsys)
+    done = call(main, *words, "--image", "png", "--size", "24")
     assert done.status == 0, done.stderr
     test = load_manifest(tmp_path / "test")
     assert test.tars.fields == Fields(content=("png",), labels={"base": "json:coarse"})
@@ -92,12 +90,12 @@ def two_fields(directory: Path) -> Path:
     ],
 )
 def test_an_index_that_is_not_made_again_stays_as_it_was(
-    tmp_path: Path, arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, arguments: list[str], said: str, call: Call
 ) -> None:
     tars = two_fields(tmp_path / "tars")
     make_index(str(tars), tars / INDEX_NAME, fields=Fields(), size=32)
     before = bytes_of(tars / INDEX_NAME)
-    done = call(main, "index", tars, *arguments, "--workers", "1", monkeypatch=monkeypatch, capsys=capsys)
+    done = call(main, "index", tars, *arguments, "--workers", "1")
     assert done.status == 2
     assert said in done.stderr
     assert bytes_of(tars / INDEX_NAME) == before
@@ -152,14 +150,12 @@ def test_a_picture_never_gets_the_label_of_another_one_with_its_key(
     assert decode(store, np.arange(3)).labels["base"].tolist() == [0, 1, NO_LABEL]
 
 
-def test_several_fields_of_labels_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_fields_of_labels_are_told(tmp_path: Path, call: Call) -> None:
     """A sample whose label is in another field than that of the others would be of a class of its own."""
     by_tarfile(tmp_path / "x.tar", [("a.png", picture(0)), ("a.cls", b"1"), ("b.png", picture(1)), ("b.label", b"3")])
-    done = call(main, "index", tmp_path, "--workers", "1", monkeypatch=monkeypatch, capsys=capsys)
+    done = call(main, "index", tmp_path, "--workers", "1")
     assert "the label of a sample is the first of its fields cls, label" in done.stdout
-    done = call(main, "index", tmp_path, "--workers", "1", "--label", "cls", monkeypatch=monkeypatch, capsys=capsys)
+    done = call(main, "index", tmp_path, "--workers", "1", "--label", "cls")
     assert "is the first of its fields" not in done.stdout
 
 

@@ -11,18 +11,16 @@ import pytest
 from data_pipeline.__main__ import main
 from data_pipeline.loading.decode import decode
 from data_pipeline.storage.store import SampleStore
-from tests.commands import call
+from tests.commands import Call
 from tests.tars import number_of, picture, write_folder
 
 KEEP = ["build", "folder", "--keep", "--source-option", "image_size=32", "--workers", "1"]
 
 
-def test_a_folder_is_packed_without_a_second_encoding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_is_packed_without_a_second_encoding(tmp_path: Path, call: Call) -> None:
     root, out = write_folder(tmp_path / "photos"), tmp_path / "kept"
     arguments = [*KEEP, "--root", str(root), "--out", str(out)]
-    done = call(main, *arguments, "--samples-per-shard", "4", monkeypatch=monkeypatch, capsys=capsys)
+    done = call(main, *arguments, "--samples-per-shard", "4")
     assert done.status == 0, done.stderr
     assert "6 samples in 2 shards" in done.stdout
     files = {path.read_bytes() for path in root.rglob("*.*")}
@@ -42,7 +40,7 @@ def test_a_folder_is_packed_without_a_second_encoding(
     numbers = [number_of(pixels) for pixels in decoded.pictures_BCHW.numpy()]
     assert sorted(numbers) == list(range(6)) != numbers
     assert decoded.labels["base"].tolist() == [number % 2 for number in numbers]
-    again = call(main, *arguments, monkeypatch=monkeypatch, capsys=capsys)
+    again = call(main, *arguments)
     assert again.status == 0, again.stderr
     whole = b"".join(path.read_bytes() for path in sorted(moved.glob("*.tar")))
     assert all(content in whole for content in files)
@@ -62,28 +60,22 @@ def contents_of(path: Path) -> list[tuple[str, bytes]]:
     ],
 )
 def test_what_cannot_be_kept_is_refused_in_a_sentence(
-    tmp_path: Path,
-    arguments: list[str],
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     write_folder(tmp_path / "photos")
     monkeypatch.chdir(tmp_path)
-    done = call(main, *arguments, "--out", tmp_path / "out", monkeypatch=monkeypatch, capsys=capsys)
+    done = call(main, *arguments, "--out", tmp_path / "out")
     assert done.status == 2
     assert said in done.stderr
 
 
 @pytest.mark.parametrize("name", ["a", "a.psd"])
-def test_a_picture_without_a_known_ending_is_refused_before_packing(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_picture_without_a_known_ending_is_refused_before_packing(tmp_path: Path, name: str, call: Call) -> None:
     """A reader of tars knows a picture by its ending."""
     (tmp_path / name).write_bytes(picture(0))
     table = tmp_path / "labels.csv"
     table.write_text(f"file,split,base\n{name},train,owl\n")
     words = ["--root", str(tmp_path), "--source-option", f"labels={table}", "--out", str(tmp_path / "kept")]
-    done = call(main, *KEEP, *words, monkeypatch=monkeypatch, capsys=capsys)
+    done = call(main, *KEEP, *words)
     assert done.status == 2
     assert f"/{name} has no ending of a picture" in done.stderr

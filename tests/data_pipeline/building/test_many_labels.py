@@ -29,7 +29,7 @@ from data_pipeline.overlays.registry import NAMES
 from data_pipeline.storage.locations import INDEX_NAME
 from data_pipeline.storage.manifest import Fields, LabelEntry, describe_manifest, load_manifest
 from data_pipeline.storage.store import SampleStore
-from tests.commands import call
+from tests.commands import Call
 from tests.data_pipeline.folders import open_folder
 from tests.data_pipeline.stored_samples import decode_sample, find_problems
 from tests.tiny_data import damage
@@ -84,15 +84,13 @@ def found_labels(location: Path, labels: Mapping[str, Mapping[str, str]]) -> dic
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_table_gives_each_picture_its_labels(
-    tmp_path: Path, keep: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_gives_each_picture_its_labels(tmp_path: Path, keep: bool, call: Call) -> None:
     table, labels = hospital(tmp_path / "pics")
     out = tmp_path / "train"
     words: list[str | Path] = ["build", "folder", "--root", tmp_path / "pics", "--source-option", f"labels={table}"]
     words += ["--out", out]
     words += ["--workers", "1", *(["--keep", "--source-option", "image_size=32"] if keep else [])]
-    done = call(main, *words, monkeypatch=monkeypatch, capsys=capsys)
+    done = call(main, *words)
     assert done.status == 0, done.stderr
     manifest = load_manifest(out)
     assert {name: label.classes for name, label in manifest.labels.items()} == {
@@ -221,18 +219,11 @@ BIRDS = [
 WANTED = {"base": "cls", "colour": "json:attr.colour", "ring": "json:attr.ring"}
 
 
-def test_tars_have_a_label_for_each_field_that_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tars_have_a_label_for_each_field_that_is_named(tmp_path: Path, call: Call) -> None:
     write_tar(tmp_path / "tars" / "a.tar", BIRDS[:3])
     write_tar(tmp_path / "tars" / "b.tar", BIRDS[3:])
     words = [word for name, field in WANTED.items() for word in ("--label", f"{name}={field}")]
-    done = call(
-        main,
-        *("index", str(tmp_path / "tars"), "--size", "32", "--workers", "1", *words),
-        monkeypatch=monkeypatch,
-        capsys=capsys,
-    )
+    done = call(main, *("index", str(tmp_path / "tars"), "--size", "32", "--workers", "1", *words))
     assert done.status == 0, done.stderr
     for said in (
         "label_base, base: 2 classes of 1 to 2 samples each",

@@ -22,7 +22,7 @@ from data_pipeline.loading.decode import decode
 from data_pipeline.storage.manifest import Fields
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.tar_headers import LINKS, read_contents
-from tests.commands import call
+from tests.commands import Call
 from tests.tars import Member, by_tarfile, by_webdataset, indexed, number_of, numbers_in, picture, simple
 
 
@@ -186,9 +186,7 @@ def test_labels_that_cannot_be_read_are_counted_and_the_first_is_named(
         make_index(str(tmp_path), tmp_path / "named", fields=Fields(labels={"base": "cls"}), size=16)
 
 
-def test_samples_without_a_picture_or_a_label_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_samples_without_a_picture_or_a_label_are_counted(tmp_path: Path, call: Call) -> None:
     members = [
         ("a.png", picture(0)),
         ("a.cls", b"4"),
@@ -197,7 +195,7 @@ def test_samples_without_a_picture_or_a_label_are_counted(
         ("d.png", b"no"),
     ]
     by_tarfile(tmp_path / "x.tar", members)
-    done = call(main, "index", tmp_path, "--workers", "1", monkeypatch=monkeypatch, capsys=capsys)
+    done = call(main, "index", tmp_path, "--workers", "1")
     assert done.status == 0, done.stderr
     for said in (
         "3 samples in 1 tars",
@@ -231,33 +229,26 @@ def cut_before_its_end_mark(content: bytes) -> bytes:
 
 @pytest.mark.parametrize("damage", [cut_in_a_content, with_a_wrong_bit_in_a_header, cut_before_its_end_mark])
 def test_a_tar_that_is_cut_short_or_damaged_gives_what_is_before_and_is_not_sound(
-    tmp_path: Path,
-    damage: Callable[[bytes], bytes],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture, call: Call
 ) -> None:
     path = simple(tmp_path, [6]) / "train-0000.tar"
     content = damage(path.read_bytes())
     path.write_bytes(content)
     end = read_contents(memoryview(content)).end
-    done = call(main, "index", path, "--workers", "1", monkeypatch=monkeypatch, capsys=capsys)
+    done = call(main, "index", path, "--workers", "1")
     assert done.status == 0
     said = f"is cut short or damaged at byte {end:,}; the {len(content) - end:,} bytes behind are not used"
     assert f"{path} {said}" in caplog.text
     whole = numbers_in(SampleStore(path))
     assert whole == list(range(len(whole)))
-    done = call(main, "verify", path, monkeypatch=monkeypatch, capsys=capsys)
+    done = call(main, "verify", path)
     assert done.status == 1
     assert done.stdout.startswith(f"train-0000.tar: {said}\n")
     assert "has 1 problem" in done.stdout
 
 
 def test_what_is_behind_the_end_mark_of_a_tar_is_told(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, call: Call
 ) -> None:
     """As in the concatenation of two tars, of which every reader of tars sees the first."""
     simple(tmp_path / "two", [3, 3])
@@ -266,10 +257,10 @@ def test_what_is_behind_the_end_mark_of_a_tar_is_told(
     path.write_bytes(first + second)
     end = read_contents(memoryview(first)).end
     num_behind = len(first) + len(second) - end
-    done = call(main, "index", path, "--workers", "1", monkeypatch=monkeypatch, capsys=capsys)
+    done = call(main, "index", path, "--workers", "1")
     said = f"goes on behind its end mark at byte {end:,}; the {num_behind:,} bytes behind are not used"
     assert f"{path} {said}" in caplog.text
-    done = call(main, "verify", path, monkeypatch=monkeypatch, capsys=capsys)
+    done = call(main, "verify", path)
     assert done.status == 1
     assert f"x.tar: {said}" in done.stdout
 

@@ -15,7 +15,7 @@ from data_pipeline.building.build import build_dataset
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.loading.decode import decode
 from data_pipeline.storage.store import SampleStore
-from tests.commands import Done, call
+from tests.commands import Call, Done
 from tests.tars import Member, by_tarfile, numbers_in, picture
 
 
@@ -28,9 +28,9 @@ def words_in(location: Path, label: str = "base") -> list[str]:
 
 
 @pytest.fixture
-def index(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+def index(call: Call):  # type: ignore[no-untyped-def]
     def indexed(location: Path, *words: str) -> Done:
-        return call(main, "index", location, "--workers", "1", *words, monkeypatch=monkeypatch, capsys=capsys)
+        return call(main, "index", location, "--workers", "1", *words)
 
     return indexed
 

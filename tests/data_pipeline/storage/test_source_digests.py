@@ -19,7 +19,7 @@ from data_pipeline.sources.splits import in_test_split
 from data_pipeline.storage.manifest import SOURCE_DIGESTS_NAME, load_manifest
 from data_pipeline.storage.source_digests import content_digest, read_source_digests, shared_sources
 from data_pipeline.storage.store import SampleStore
-from tests.commands import call
+from tests.commands import Call
 from tests.data_pipeline.folders import open_folder
 from tests.data_pipeline.stored_samples import decode_sample, find_problems
 
@@ -133,15 +133,13 @@ def test_both_splits_of_a_cut_folder_are_all_pictures_once_and_say_how_they_were
 
 
 def test_one_command_builds_both_splits_and_draws_them_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     root, drawn = write_pictures(tmp_path / "root", num=20), Mock(side_effect=in_test_split)
     monkeypatch.setattr("data_pipeline.sources.splits.in_test_split", drawn)
     options = ["--seed", "3", "--workers", "1", "--split", "both"]
     words: list[str | Path] = ["build", "folder_shapes", "--root", root, *options]
-    done = call(
-        main, *words, "--source-option", "test_share=0.2", "--out", tmp_path, monkeypatch=monkeypatch, capsys=capsys
-    )
+    done = call(main, *words, "--source-option", "test_share=0.2", "--out", tmp_path)
     assert done.status == 0, done.stderr
     assert drawn.call_count == 1
     for split in ("train", "test"):
@@ -150,7 +148,7 @@ def test_one_command_builds_both_splits_and_draws_them_once(
         )
         assert load_manifest(tmp_path / split) == alone
         shutil.rmtree(tmp_path / "alone")
-    assert call(main, *words, "--out", tmp_path / "no", monkeypatch=monkeypatch, capsys=capsys).status == 2
+    assert call(main, *words, "--out", tmp_path / "no").status == 2
     assert not (tmp_path / "no").exists()  # it is not found out after the long build
 
 

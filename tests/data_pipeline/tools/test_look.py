@@ -12,22 +12,21 @@ from data_pipeline.__main__ import main
 from data_pipeline.storage.manifest import load_manifest
 from data_pipeline.tools.findings import Place, add_equal_files
 from data_pipeline.tools.look import look_at
-from tests.commands import Done, call
+from tests.commands import Call, Done
 from tests.data_pipeline.layouts import LAYOUTS, animals, encoded, sound, write
 
 
 class Looker:
     """Calls the command and what it printed, in a directory of its own."""
 
-    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self.directory, self._monkeypatch, self._capsys = directory, monkeypatch, capsys
-        monkeypatch.chdir(directory)
+    def __init__(self, directory: Path, call: Call) -> None:
+        self.directory, self._call = directory, call
 
     def __call__(self, *words: str) -> Done:
         return self.call("look", *words, "--workers", "1")
 
     def call(self, *words: str) -> Done:
-        return call(main, *words, monkeypatch=self._monkeypatch, capsys=self._capsys)
+        return self._call(main, *words)
 
     def run_printed(self, page: str) -> tuple[list[str], dict[str, Path]]:
         """Run the commands of a page that build or index. Return the settings of the last, which trains."""
@@ -54,8 +53,9 @@ def problems_of(place: Place) -> dict[str, list[str]]:
 
 
 @pytest.fixture
-def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Looker:
-    return Looker(tmp_path, monkeypatch, capsys)
+def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> Looker:
+    monkeypatch.chdir(tmp_path)
+    return Looker(tmp_path, call)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
