@@ -125,10 +125,8 @@ def wide_resnet_trunk(depth: int, widening: int, *, in_channels: int = 3) -> Con
     """Return WRN-`depth`-`widening`, for small pictures (Zagoruyko and Komodakis 2016).
 
     It has a 3x3 stem, three stages of widths 16k, 32k, 64k, a last batch norm and a ReLU.
-    Raises `ValueError` if depth is not 6 n + 4: n blocks of two convolutions in each stage, three shortcuts, the stem.
+    The depth is 6 n + 4: n blocks of two convolutions in each stage, three shortcuts, the stem.
     """
-    if depth < 10 or depth % 6 != 4:
-        raise ValueError(f"depth is {depth}; it must be 10, 16, 22, ...")
     num_in = _WIDE_STEM
     layers: OrderedDict[str, nn.Module] = OrderedDict(conv1=nn.Conv2d(in_channels, num_in, 3, padding=1, bias=False))
     for stage in range(3):

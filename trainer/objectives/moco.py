@@ -106,12 +106,9 @@ def key_log_probability(z_BD: Tensor, keys_BD: Tensor, queue_QD: Tensor, *, temp
 def enqueue(queue_QD: Tensor, keys_BD: Tensor) -> Tensor:
     """Return a new queue, oldest key first: without its first G keys, and with the keys of all ranks at its end.
 
-    The new keys are in rank order. `keys_BD` may have any length; keys in the queue are unit vectors. Raises
-    `ValueError` if G does not divide Q.
+    The new keys are in rank order. `keys_BD` may have any length; keys in the queue are unit vectors.
     """
     keys_GD = F.normalize(all_gather_rows(keys_BD.detach().to(queue_QD.dtype)), dim=1)
-    if len(queue_QD) % len(keys_GD):
-        raise ValueError(f"a queue of {len(queue_QD)} keys is not a multiple of a batch of {len(keys_GD)}")
     return torch.cat([queue_QD[len(keys_GD) :], keys_GD])
 
 

@@ -68,8 +68,7 @@ def vicreg_loss(
         z_a_BD, z_b_BD: (B, D) embeddings of any float type; computed in float32 at least, even under autocast.
 
     Raises:
-        ValueError: if the embeddings are not (B, D) with equal shapes and D of at least 2, or if the batch of all ranks
-            is a single sample.
+        ValueError: if the embeddings are not (B, D) with equal shapes, or if the batch of all ranks is a single sample.
 
     Examples:
         >>> z_a = torch.tensor([[1.0, 0.0], [2.0, 1.0], [0.0, 3.0]])
@@ -79,8 +78,6 @@ def vicreg_loss(
     """
     check_pair(z_a_BD, z_b_BD)
     size, num_ranks = z_a_BD.shape[1], world_size()
-    if size < 2:
-        raise ValueError(f"covariances need embeddings of at least 2 dimensions, got {size}")
     if len(z_a_BD) * num_ranks < 2:
         raise ValueError("covariances need a batch of at least 2 samples")
     start, stop = (size * number // num_ranks for number in (rank(), rank() + 1))

@@ -129,13 +129,10 @@ def huang_views(letters: str, *, strength: float = 0.5, jitter_probability: floa
     probability of 1, and the strengths 1, 1/2, 1/4 and 1/8.
 
     Raises:
-        ValueError: if there is another letter, a letter twice or no letter, or if the strength is not above 0 and at
-            most 1.25.
+        ValueError: if there is another letter, a letter twice or no letter, or if the strength is not from 0 to 1.25.
     """
     if not letters or len(set(letters)) < len(letters) or not set(letters) <= set(HUANG_LETTERS):
         raise ValueError(f'the views must be one or more letters of "{HUANG_LETTERS}", each once, got "{letters}"')
-    if not 0 < strength <= 1.25:
-        raise ValueError(f"the strength of the colour jitter must be above 0 and at most 1.25, got {strength}")
     return ExpertImageConfig(
         area=(0.08, 1.0) if "a" in letters else None,
         jitter_probability=jitter_probability if "d" in letters else 0.0,

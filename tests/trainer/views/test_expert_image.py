@@ -436,5 +436,5 @@ def test_config_refuses_what_makes_no_sense(wrong: dict[str, object]) -> None:
 def test_other_letters_are_refused(letters: str) -> None:
     with pytest.raises(ValueError, match='letters of "abcde", each once'):
         huang_views(letters)
-    with pytest.raises(ValueError, match="at most 1"):
+    with pytest.raises(ValueError, match="less than or equal to 1"):
         huang_views("d", strength=1.3)
