@@ -35,7 +35,7 @@ OBJECTIVES = {
     "info_nce": [],
     "split": [],
     "linear": [],
-    "barlow_twins": [],
+    "barlow_twins": ["encoder.embedding_size=5"],  # of which four ranks have 1, 1, 1 and 2
     "moco": ["objective.queue_size=16"],
     "simsiam": [],
     "instance_discrimination": ["objective.num_negatives=5"],
@@ -45,7 +45,7 @@ OBJECTIVES = {
     "ifm": [],
     "nt_xent_cycle": ["objective.period_epochs=3"],
     "nt_xent_decoder": ["objective.decoder.hidden_sizes=[8]", "objective.target_size=4"],
-    "vicreg": [],
+    "vicreg": ["encoder.embedding_size=2"],  # of which two ranks have none
     "sieve": ["encoder.early_head=1"],
     "sigreg": ["objective.num_projections=9"],
     "byol": ["objective.predictor.hidden_sizes=[8]"],

@@ -45,11 +45,9 @@ def state_of(module: nn.Module) -> dict[str, Tensor]:
     return copy.deepcopy(module.state_dict())
 
 
-def train(
-    views_TVBCHW: Tensor, batch_norm: str = "synchronized"
-) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+def train(views_TVBCHW: Tensor) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Each step's loss over all ranks, the encoder's last gradients and end, and the objective's saved state."""
-    encoder = toy_encoder(batch_norm)
+    encoder = toy_encoder("split")
     objective = toy_moco(encoder, MoCoConfig(queue_size=24, momentum=0.8))
     losses = []
     for step, views_VBCHW in enumerate(views_TVBCHW):
