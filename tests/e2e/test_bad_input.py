@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from configs import resolve_recipe
-from data_pipeline.core.errors import run_command
 from launch import train as launch_train
+from tests.commands import Call
 from tests.nursery import run_python
 from tests.real_data import REPOSITORY
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair, write_tiny_sounds
@@ -30,7 +30,7 @@ Run = Callable[..., str]
 
 
 @pytest.fixture
-def train(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def train(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> Run:
     """Runs the train command in this process; returns its one line on stderr after checking the exit status."""
 
     def run(*arguments: str, status: int = 2) -> str:
@@ -39,11 +39,9 @@ def train(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
             monkeypatch.delenv(name, raising=False)
         settings = (f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}", "tracking.wandb=disabled")
         others = [setting for setting in settings if f"{setting.partition('=')[0]}=" not in " ".join(arguments)]
-        monkeypatch.setattr(sys, "argv", ["train.py", *sets(*others), *arguments])
-        with pytest.raises(SystemExit) as ended:
-            run_command(launch_train.main)
-        assert ended.value.code == status
-        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        done = call(launch_train.main, *sets(*others), *arguments)
+        assert done.status == status
+        errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
         assert len(errors) == 1
         return errors[0]
 

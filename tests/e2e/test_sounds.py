@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +15,7 @@ from data_pipeline import __main__ as data_pipeline
 from data_pipeline.building.build import build_dataset
 from data_pipeline.tools.preview import draw_grid
 from launch import train as launch_train
+from tests.commands import Call
 from trainer import analyze, probe, report
 from trainer.pretrained import load_modules
 from trainer.probed_runs.probing import ProbeOptions, probe_run
@@ -24,32 +23,25 @@ from trainer.run_dir import RunDir
 from trainer.train import train
 
 
-def test_sounds_from_nothing_to_probes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def call(module: Any, *arguments: object) -> str:
-        monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
-        module.main()
-        return capsys.readouterr().out
-
+def test_sounds_from_nothing_to_probes(tmp_path: Path, call: Call) -> None:
     for split, limit in (("train", 16), ("test", 16)):
-        made = ["--source", "procedural", "--overlay", "online", "--split", split, "--limit", limit]
-        call(data_pipeline, "build", "spoken_noise", *made, "--out", tmp_path / split)
+        made = ["--source", "procedural", "--overlay", "online", "--split", split, "--limit", str(limit)]
+        call(data_pipeline.main, "build", "spoken_noise", *made, "--out", tmp_path / split)
     settings = [f"data.train_dir={tmp_path / 'train'}", f"data.test_dir={tmp_path / 'test'}", "tracking.wandb=disabled"]
     settings += ["global_batch_size=8", "num_epochs=1", "probe.num_epochs=1"]
     run_dir = RunDir(tmp_path / "run")
     sets = [word for setting in settings for word in ("--set", setting)]
-    call(launch_train, "--config", "debug:audio_viewmaker", "--run-dir", run_dir.path, *sets)
+    call(launch_train.main, "--config", "debug:audio_viewmaker", "--run-dir", run_dir.path, *sets)
     metrics = run_dir.read_metrics()
     assert len(metrics) == 2
     assert all(abs(entry["views/budget_spent"] - 0.125) < 1e-3 for entry in metrics)
     assert "views/clamped_share" not in metrics[0]
-    table = call(probe, run_dir.path)
+    table = call(probe.main, run_dir.path).stdout
     assert "label_base" in table
     assert "label_overlay" in table
-    call(analyze, "views", run_dir.path)
+    call(analyze.main, "views", run_dir.path)
     assert json.loads((run_dir.analysis / "views.json").read_text())["num_pictures"] == 16
-    call(report, run_dir.path)
+    call(report.main, run_dir.path)
     assert run_dir.report.is_file()
 
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import platform
-import sys
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
@@ -23,6 +22,7 @@ from launch.planned_run import PlannedRun
 from launch.rank import noting_its_end
 from launch.states import RunStatus, State, runs_in, status_of, table
 from launch.submitted import Submission, queue_for, record
+from tests.commands import Call
 from trainer.config import read_config
 from trainer.fault_tolerance.preemption import StoppedError
 from trainer.run_dir import RunDir, TakenError, hold, write_json
@@ -162,20 +162,15 @@ def test_a_run_and_a_link_to_it_are_one_run(tmp_path: Path) -> None:
     assert [run_dir.path for run_dir in runs_in([tmp_path / "s"])] == [run.path]
 
 
-def test_what_is_left_out_of_the_table_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_left_out_of_the_table_is_named(tmp_path: Path, call: Call) -> None:
     make_run(tmp_path / "runs", "alone", job_id=None)
     study = tmp_path / "runs" / "study"
     make_run(study, "inner", job_id=None)
-    monkeypatch.setattr(sys, "argv", ["status", str(tmp_path / "runs")])
-    status_module.main()
-    assert f"left out, because they hold runs of their own: {study};" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", ["status", str(tmp_path / "runs"), str(study)])
-    status_module.main()
-    shown = capsys.readouterr()
-    assert [line.split()[0] for line in shown.out.splitlines()] == ["run", "runs/alone", "study/inner"]
-    assert shown.err == ""
+    said = call(status_module.main, tmp_path / "runs").stderr
+    assert f"left out, because they hold runs of their own: {study};" in said
+    shown = call(status_module.main, tmp_path / "runs", study)
+    assert [line.split()[0] for line in shown.stdout.splitlines()] == ["run", "runs/alone", "study/inner"]
+    assert shown.stderr == ""
 
 
 @pytest.mark.parametrize("ends", ["finished", "failed"])

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ import torch
 import launch.slurm
 import launch.train
 from configs import resolve_recipe
-from data_pipeline.core.errors import UserError, run_command
+from data_pipeline.core.errors import UserError
 from data_pipeline.storage.manifest import load_manifest
 from launch.slurm_command import plan_from
+from tests.commands import Call
 from tests.gloo import run_ranks
 from tests.killed_runs import kill_after
 from tests.tiny_data import on_data, write_tiny_dataset, write_tiny_pair
@@ -180,18 +180,16 @@ def test_ranks_that_read_different_data_do_not_train(data: Path, tmp_path: Path)
 
 
 def test_the_flag_reaches_training_and_jobs(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     run_dir = stopped_run(data, tmp_path / "run")
     replace(data, "train", num_samples=40)
     recipe = ["--config", str(run_dir.config), "--run-dir", str(run_dir.path)]
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(sys, "argv", ["train.py", *recipe])
-    with pytest.raises(SystemExit) as ended:
-        run_command(launch.train.main)
-    assert ended.value.code == 2
-    match = re.search(r"--accept-data (\w+)$", capsys.readouterr().err, re.MULTILINE)
+    refused = call(launch.train.main, *recipe)
+    assert refused.status == 2
+    match = re.search(r"--accept-data (\w+)$", refused.stderr, re.MULTILINE)
     assert match is not None
 
     words = [*recipe, "--executor", "local", *match[0].split(), "--accept-data", "0" * 12]
@@ -202,8 +200,7 @@ def test_the_flag_reaches_training_and_jobs(
     with pytest.raises(UserError, match="holds another dataset"):
         dataclasses.replace(plan, accepted_data=()).claim()
 
-    monkeypatch.setattr(sys, "argv", ["train.py", *recipe, *match[0].split()])
-    run_command(launch.train.main)
+    call(launch.train.main, *recipe, *match[0].split())
     assert run_dir.latest_step() == 4
 
 

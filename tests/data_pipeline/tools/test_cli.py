@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -21,35 +22,32 @@ from data_pipeline.building.datasets import (
     SOURCE_SUMMARIES,
     SOURCES,
 )
-from data_pipeline.core.errors import UserError, run_command
+from data_pipeline.core.errors import UserError
 from data_pipeline.overlays import PixelOverlay
 from data_pipeline.overlays.registry import OVERLAYS, find_overlay
 from data_pipeline.sources.digits import MnistKind
+from tests.commands import Call
 from tests.nursery import PythonProcess
 from tests.real_data import REPOSITORY
 
-Run = tuple[int, list[str], list[str]]  # exit status, lines of stdout, lines of stderr
+Run = Callable[..., tuple[int, list[str], list[str]]]  # to exit status, lines of stdout, lines of stderr
 
 
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Run:
-    monkeypatch.setattr(sys, "argv", ["data_pipeline", *arguments])
-    try:
-        run_command(main)
-        status = 0
-    except SystemExit as exit_:
-        status = int(exit_.code or 0)
-    captured = capsys.readouterr()
-    return status, captured.out.splitlines(), captured.err.splitlines()
+@pytest.fixture
+def run(call: Call) -> Run:
+    def command(*arguments: str) -> tuple[int, list[str], list[str]]:
+        done = call(main, *arguments)
+        return done.status, done.stdout.splitlines(), done.stderr.splitlines()
+
+    return command
 
 
 @pytest.mark.slow
-def test_build_verify_and_preview(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_build_verify_and_preview(tmp_path: Path, run: Run) -> None:
     built = str(tmp_path / "built")
     build = ["build", "procedural_letters", "--out", built, "--limit", "40", "--samples-per-shard", "20"]
     build += ["--workers", "1"]
-    status, out, err = run(capsys, monkeypatch, *build)
+    status, out, err = run(*build)
     assert status == 0
     assert out[0].startswith(f"{built} built: 40 samples in 2 shards, ")
     assert out[1].startswith("samples: pictures of 32 x 32 pixels, 0.")
@@ -59,25 +57,25 @@ def test_build_verify_and_preview(
     assert out[4:] == ["overlay: letters, drawn into the shards", "made from: procedural; split train, seed 0"]
     assert err[-1].startswith(f"building {built}: 40/40 in ")
 
-    status, out, _ = run(capsys, monkeypatch, *build)
+    status, out, _ = run(*build)
     assert status == 0
     assert "exists already, built from the same data with the same arguments" in out[0]
 
-    status, out, err = run(capsys, monkeypatch, *build, "--seed", "1")
+    status, out, err = run(*build, "--seed", "1")
     assert (status, out) == (2, [])
     assert err == [f"error: {built} was built with seed 0, not 1; choose another directory or remove it"]
 
-    status, out, _ = run(capsys, monkeypatch, "verify", built)
+    status, out, _ = run("verify", built)
     assert (status, len(out)) == (0, 1)
     assert out[0].startswith(f"{built} is sound: 40 samples in 2 shards")
 
     picture = str(tmp_path / "grid.png")
-    assert run(capsys, monkeypatch, "preview", built, "--out", picture)[:2] == (0, [picture])
+    assert run("preview", built, "--out", picture)[:2] == (0, [picture])
     assert Image.open(picture).size[0] > 900
 
     shard = tmp_path / "built" / "shard-00001.tar"
     shard.unlink()
-    status, out, err = run(capsys, monkeypatch, "verify", built)
+    status, out, err = run("verify", built)
     assert (status, len(out)) == (1, 2)
     assert out[0].startswith(f"shard-00001.tar: {shard} is in the index {built}, but it is not there; ")
     assert err[-1].startswith("copy the named files again")
@@ -95,14 +93,10 @@ def test_build_verify_and_preview(
     ],
 )
 def test_a_mistake_is_one_sentence_and_status_2(
-    arguments: tuple[str, ...],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...], message: str, tmp_path: Path, run: Run
 ) -> None:
     filled = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
-    status, out, err = run(capsys, monkeypatch, *filled)
+    status, out, err = run(*filled)
     assert (status, out) == (2, [])
     assert len(err) == 1
     assert err[0].startswith("error: ")

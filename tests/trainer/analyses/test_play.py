@@ -22,7 +22,7 @@ from scipy.special import softmax
 
 from configs import debug
 from data_pipeline.core.counter_rng import DrawKeys
-from data_pipeline.core.errors import UserError
+from tests.commands import Call
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import write_run
 from trainer.analyses.play import page
@@ -148,14 +148,12 @@ def test_one_small_file_that_needs_nothing_else(written: Path) -> None:
     assert "<img" not in page(hostile)
 
 
-def test_only_the_page_has_a_name_of_its_own(runs: list[RunDir], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_page_has_a_name_of_its_own(runs: list[RunDir], call: Call) -> None:
     for name, option, message in (
         ("views", "--out", "--out names the page of play; views writes into the run directories"),
         ("play", "--together", "play writes one page of all runs, so leave out --together"),
     ):
-        monkeypatch.setattr(sys, "argv", ["analyze", name, str(runs[0].path), option, "x.html"])
-        with pytest.raises(UserError, match=message):
-            main()
+        assert message in call(main, name, runs[0].path, option, "x.html").stderr
 
 
 @pytest.mark.process

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from data_pipeline.core.errors import UserError
+from tests.commands import Call
 from trainer.theory import __main__ as command
 from trainer.theory.framework.experiment import TheoryResult, default_out, judge, run_experiment
 from trainer.theory.linear_contrastive.experiment import EXPERIMENT
@@ -23,11 +23,6 @@ QUICK = [
     "training.num_pairs=8",
     "error.num_samples_a_seed=1000",
 ]
-
-
-def invoke(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["trainer.theory", *arguments])
-    command.main()
 
 
 def test_a_result_is_written_and_depends_on_its_settings_alone(tmp_path: Path) -> None:
@@ -69,23 +64,22 @@ def test_wrong_settings_are_named_in_one_sentence(text: str, message: str) -> No
     assert "\n" not in str(caught.value)
 
 
-def test_an_unknown_experiment_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match='no experiment "linear_contrastiv"; did you mean "linear_contrastive"'):
-        invoke(monkeypatch, "linear_contrastiv")
+def test_an_unknown_experiment_names_the_nearest(call: Call) -> None:
+    said = call(command.main, "linear_contrastiv").stderr
+    assert 'no experiment "linear_contrastiv"; did you mean "linear_contrastive"' in said
 
 
 @pytest.mark.parametrize("device", ["tpu", "cuda:99"])
-def test_a_missing_device_is_named(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"--device {device}"):
-        invoke(monkeypatch, "linear_contrastive", "--device", device, "--out", str(tmp_path / "out"))
+def test_a_missing_device_is_named(device: str, tmp_path: Path, call: Call) -> None:
+    done = call(command.main, "linear_contrastive", "--device", device, "--out", tmp_path / "out")
+    assert f"error: --device {device}" in done.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_prints_the_claims_and_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_the_claims_and_its_files(tmp_path: Path, call: Call) -> None:
     out = tmp_path / "out"
-    invoke(monkeypatch, "linear_contrastive", "--set", "studies=[error]", "--device", "cpu", "--out", str(out))
-    printed = capsys.readouterr().out
+    printed = call(
+        command.main, "linear_contrastive", "--set", "studies=[error]", "--device", "cpu", "--out", out
+    ).stdout
     assert printed.startswith("HOLDS               error is the angle")
     assert printed.strip().endswith(str(out / "result.json"))
