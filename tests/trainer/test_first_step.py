@@ -103,15 +103,12 @@ def alone(loss: Tensor) -> ObjectiveOutput:
         ("views", lambda images, _: 50 * images, "values from 0 to"),
         ("views", lambda images, _: images - images.mean(), "values from -"),
         ("views", lambda images, _: images[:3], "one view for each input"),
-        ("views", lambda images, _: images[..., :8], "one view for each input"),
         ("views", lambda images, _: images.byte(), "uint8 of shape"),
         ("views", lambda images, _: images.log(), "inf or nan"),
         ("views", lambda images, _: (images, images), "returned tuple"),
         ("encoder", lambda maps: maps[:3], r"float32 of shape \(3, 8, 2, 2\)"),
         ("encoder", lambda maps: maps[:, :4], "num_channels"),
         ("encoder", lambda maps: maps.detach(), "4 of 6 parameters"),
-        ("encoder", lambda maps: maps / 0, "inf or nan"),
-        ("encoder", lambda maps: None, "returned NoneType"),
     ],
 )
 def test_a_wrong_result_is_one_sentence(
@@ -121,10 +118,6 @@ def test_a_wrong_result_is_one_sentence(
         take_two_steps(section, change, monkeypatch, "memory.micro_batches=2")
     assert f"{__name__}:Own" in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-def test_a_trunk_may_return_rows_in_place_of_a_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_two_steps("encoder", lambda maps: maps.mean((2, 3)), monkeypatch)
 
 
 def test_a_layer_that_gets_no_gradient_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,10 +136,18 @@ def test_a_training_checks_its_first_step(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("section", "change"),
-    [("views", lambda images, _: images * (1 + 1e-6)), ("encoder", lambda maps: maps), ("objective", alone)],
+    [
+        ("views", lambda images, keys: (uniform(keys, 1, purpose=0), images * (1 + 1e-6))[1]),
+        ("encoder", lambda maps: maps),
+        ("encoder", lambda maps: maps.mean((2, 3))),  # a trunk may return rows in place of a map
+        ("objective", alone),
+    ],
 )
-def test_right_code_trains(section: str, change: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_right_code_trains_and_is_not_named(
+    section: str, change: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     take_two_steps(section, change, monkeypatch)
+    assert SAID not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -160,10 +161,3 @@ def test_own_views_that_draw_from_a_global_generator_are_named_once(
     take_two_steps("views", lambda images, _: (draw(), images)[1], monkeypatch)
     (said,) = [record.getMessage() for record in caplog.records if SAID in record.getMessage()]
     assert "OwnViews (views.kind=own_views)" in said
-
-
-def test_own_views_that_draw_from_keys_are_not_named(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    take_two_steps("views", lambda images, keys: (uniform(keys, 1, purpose=0), images)[1], monkeypatch)
-    assert SAID not in caplog.text
