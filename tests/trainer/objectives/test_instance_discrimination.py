@@ -67,18 +67,6 @@ def test_loss_and_gradient_equal_a_loop_in_float64(
         assert (grad_BD - expected_grad_BD).norm() <= rtol * expected_grad_BD.norm()
 
 
-def test_autocast_and_low_precision_change_nothing() -> None:
-    z_BD, *others = random_inputs()
-    ours, theirs = z_BD.clone().requires_grad_(), z_BD.clone().requires_grad_()
-    expected = loss_of(theirs, *others, temperature=0.07)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = loss_of(ours, *others, temperature=0.07)
-    assert torch.equal(loss, expected)
-    assert torch.equal(*torch.autograd.grad(loss, ours), *torch.autograd.grad(expected, theirs))
-    low = loss_of(z_BD.bfloat16(), *others, temperature=0.07)
-    assert torch.equal(low, loss_of(z_BD.bfloat16().float(), *others, temperature=0.07))
-
-
 def test_rows_move_towards_their_embeddings_and_stay_unit_vectors() -> None:
     z_BD, bank_ND, index_B, _ = random_inputs()
     before_ND = bank_ND.clone()

@@ -55,18 +55,6 @@ def test_loss_and_gradient_equal_a_loop_in_float64(temperature: float) -> None:
         assert (grad_BD - expected_grad_BD).norm() <= rtol * expected_grad_BD.norm()
 
 
-def test_autocast_and_low_precision_change_nothing() -> None:
-    z_BD, keys_BD, queue_QD = random_inputs()
-    expected = moco_loss(z_BD, keys_BD, queue_QD, temperature=0.1)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(moco_loss(z_BD, keys_BD, queue_QD, temperature=0.1), expected)
-    low = moco_loss(z_BD.bfloat16(), keys_BD.bfloat16(), queue_QD, temperature=0.1)
-    assert low.dtype == torch.float32
-    torch.testing.assert_close(
-        low, moco_loss(z_BD.bfloat16().float(), keys_BD.bfloat16().float(), queue_QD, temperature=0.1)
-    )
-
-
 def test_no_gradient_by_keys() -> None:
     z_BD, keys_BD, queue_QD = (tensor.requires_grad_() for tensor in random_inputs())
     torch.autograd.backward(moco_loss(z_BD, keys_BD, queue_QD.detach(), temperature=0.1))

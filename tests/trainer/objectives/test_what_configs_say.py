@@ -87,6 +87,21 @@ def test_a_call_that_may_not_update_the_state_leaves_every_bit(values: dict[str,
     assert z_VBD.grad is not None
 
 
+@pytest.mark.parametrize("values", CASES, ids=str)
+def test_autocast_changes_nothing_and_low_precision_is_raised(
+    values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, objective = built(values)
+    forward = torch.autocast("cpu", enabled=False)(MomentumCopy.forward)  # of an encoder, which autocast may change
+    monkeypatch.setattr(MomentumCopy, "forward", forward)
+    z_VBD, pair = torch.randn(2, BATCH_SIZE, EMBEDDING_SIZE).bfloat16(), pair_of(updates_state=False)
+    expected = objective(*z_VBD.float(), pair).loss
+    assert expected.dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(objective(*z_VBD.float(), pair).loss, expected)
+        assert torch.equal(objective(*z_VBD, pair).loss, expected)
+
+
 @pytest.mark.parametrize("kind", ["nt_xent_cycle", "dino"])
 def test_an_objective_that_changes_with_the_epoch_asks_for_it(kind: str) -> None:
     _, objective = built({"kind": kind} | SETTINGS.get(kind, {}))
