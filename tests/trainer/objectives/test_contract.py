@@ -1,4 +1,4 @@
-"""What the config of an objective says of it is true of the objective that it builds, for every kind."""
+"""What every objective promises, and what its config says of it, for every kind."""
 
 from __future__ import annotations
 
