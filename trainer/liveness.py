@@ -82,8 +82,4 @@ def follow(network: nn.Module) -> None:
 def _block_done(_module: nn.Module, _inputs: Any, output: Any) -> None:
     sign()
     if isinstance(output, Tensor) and output.grad_fn is not None:
-        output.grad_fn.register_prehook(_gradient_arrived)
-
-
-def _gradient_arrived(_gradients: Any) -> None:
-    sign()
+        output.grad_fn.register_prehook(lambda _: sign())

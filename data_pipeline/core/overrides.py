@@ -35,17 +35,16 @@ def parse_setting(text: str) -> tuple[Path, Any]:
 
 def set_paths(overrides: Sequence[str]) -> set[Path]:
     """Return the paths that `overrides` set, also inside mappings. Raises `UserError` like `parse_setting`."""
-    paths: set[Path] = set()
+    return {path for text in overrides for path in by_path(*parse_setting(text))}
 
-    def add(path: Path, value: Any) -> None:
-        paths.add(path)
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                add((*path, key), inner)
 
-    for text in overrides:
-        add(*parse_setting(text))
-    return paths
+def by_path(path: Path, value: Any) -> dict[Path, Any]:
+    """Return the value at `path`, and all values inside it if it is a mapping, by their paths."""
+    found = {path: value}
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            found |= by_path((*path, key), inner)
+    return found
 
 
 def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

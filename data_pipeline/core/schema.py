@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.overrides import apply_settings
+from data_pipeline.core.overrides import apply_settings, by_path
 from data_pipeline.core.validation import KIND, PRINTABLE, describe
 
 MAX_SEED = 2**63 - 1  # an int64
@@ -170,13 +170,8 @@ def _with_defaults(value: Any, default: Any) -> Any:
 
 def flatten(config: Schema) -> dict[str, Any]:
     """Return every setting by its dotted path, e.g. "optimizer.learning_rate"."""
-
-    def walk(value: Any, path: str) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            return {path: value}
-        return {name: leaf for key, inner in value.items() for name, leaf in walk(inner, f"{path}.{key}").items()}
-
-    return {path.removeprefix("."): leaf for path, leaf in walk(config.model_dump(mode="json"), "").items()}
+    values = by_path((), config.model_dump(mode="json"))
+    return {".".join(path): value for path, value in values.items() if not isinstance(value, dict)}
 
 
 def given_settings(model: BaseModel, path: str = "") -> set[str]:
@@ -195,10 +190,7 @@ def given_settings(model: BaseModel, path: str = "") -> set[str]:
 
 def value_at(config: Schema, path: str) -> Any:
     """Return a setting or a section as values of JSON, by its dotted path; None if the config has no such one."""
-    value: Any = config.model_dump(mode="json")
-    for part in path.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
+    return by_path((), config.model_dump(mode="json")).get(tuple(path.split(".")))
 
 
 def as_typed(value: Any) -> str:
