@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_pipeline.core.arguments import program
+from data_pipeline.core.arguments import program, whole
 from data_pipeline.core.errors import UserError, nearest, run_command
 from data_pipeline.core.imports import add_code_argument, import_code
 from data_pipeline.core.overrides import SET_HELP
-from data_pipeline.core.schema import MAX_SEED, Schema
+from data_pipeline.core.schema import Schema
 from trainer.run_dir import open_run, runs_of, say_what_is_left_out, write_atomically
 
 if TYPE_CHECKING:
@@ -86,8 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     add("name", metavar="NAME", help="The analysis to run, one of the list below.")
     add("run_dirs", type=Path, nargs="*", metavar="RUN_DIR", help="A run directory, or the directory of a study.")
     add("--list-settings", action="store_true", help="Print every setting of the analysis, and stop.")
-    add("--step", type=int, help="The checkpoint to analyse; 0 is the untrained encoder (default: the newest).")
-    add("--seed", type=int, help="The seed of all random draws (default: the seed of the run).")
+    add("--step", type=whole, help="The checkpoint to analyse; 0 is the untrained encoder (default: the newest).")
+    add("--seed", type=whole, help="The seed of all random draws (default: the seed of the run).")
     add("--device", help="The device: cpu, cuda, cuda:1, ... (default: cuda if there is a GPU).")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help=SET_HELP)
     add("--out", type=Path, metavar="FILE", help="The page of play (default: RUN_DIR/analysis/play.html).")
@@ -101,8 +101,6 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.run_dirs and not arguments.list_settings:
         parser.error("the following arguments are required: RUN_DIR")
-    if arguments.seed is not None and not 0 <= arguments.seed <= MAX_SEED:
-        raise UserError(f"--seed must be 0 to {MAX_SEED:,}, got {arguments.seed}")
     analysis = load_analysis(arguments.name)
     settings = analysis.settings().override(arguments.set, where=f"settings of {arguments.name}")
     if arguments.list_settings:

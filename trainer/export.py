@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from data_pipeline.core.arguments import positive, program
+from data_pipeline.core.arguments import positive, program, whole
 from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.core.imports import add_code_argument, import_code
 from trainer.run_dir import open_run
@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="The size of the inputs of an ONNX file in pixels, such as 32 or 128x51 (height x width).",
     )
-    add("--step", type=int, help="The checkpoint to export; 0 is the untrained encoder (default: the newest).")
+    add("--step", type=whole, help="The checkpoint to export; 0 is the untrained encoder (default: the newest).")
     add_code_argument(parser)
     return parser
 
