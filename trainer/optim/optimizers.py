@@ -182,15 +182,12 @@ def build_optimizer(config: OptimizerConfig, module: nn.Module) -> torch.optim.O
 
 def _groups(config: OptimizerConfig, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
     """Return the group of parameters with weight decay and the group without, but no empty group."""
-    decayed = [parameter for parameter in parameters if config.decay == "all" or parameter.ndim > 1]
-    left_out = [parameter for parameter in parameters if not (config.decay == "all" or parameter.ndim > 1)]
-    groups: list[dict[str, Any]] = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": left_out, "weight_decay": 0.0},
-    ]
-    if isinstance(config, LARSConfig):
-        for group, adapted in zip(groups, (True, False), strict=True):
-            group["always_adapt"] = adapted  # otherwise timm does not adapt if the decay is zero
+    groups: list[dict[str, Any]] = []
+    for has_decay in (True, False):
+        chosen = [each for each in parameters if (config.decay == "all" or each.ndim > 1) == has_decay]
+        groups.append({"params": chosen, "weight_decay": config.weight_decay if has_decay else 0.0})
+        if isinstance(config, LARSConfig):
+            groups[-1]["always_adapt"] = has_decay  # otherwise timm does not adapt if the decay is zero
     return [group for group in groups if group["params"]]
 
 

@@ -60,8 +60,7 @@ def step_unless(
     step = optimizer.step if step is None else step
     if optimizer.defaults.get("fused"):
         optimizer.found_inf = None if skip is None else skip.float()  # type: ignore[attr-defined]
-        step()
-        return
+        skip = None
     if skip is None:
         step()
         return

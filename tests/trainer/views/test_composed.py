@@ -21,7 +21,7 @@ from tests.gloo import run_ranks
 from tests.killed_runs import kill_after
 from tests.tiny_data import on_data, write_tiny_pair
 from trainer.config import RunConfig
-from trainer.modules import build_modules
+from trainer.modules import build_modules, learned_part
 from trainer.run_dir import RunDir
 from trainer.train import train
 from trainer.views import ViewsConfig, build_view_policy
@@ -30,7 +30,7 @@ from trainer.views.composed import ByEpochConfig, PairConfig, SequenceConfig
 from trainer.views.expert_audio import SpectralConfig, WaveformConfig
 from trainer.views.expert_image import NO_VIEWS, ExpertImageConfig
 from trainer.views.random_mask import RandomMaskConfig
-from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
+from trainer.views.viewmaker import ViewmakerConfig
 
 EXPERT = ExpertImageConfig()
 CROP = ExpertImageConfig(jitter_probability=0.0, grayscale_probability=0.0, blur_probability=0.0)
@@ -49,11 +49,6 @@ def pictures(num: int, *, size: int = 16) -> Tensor:
 def build(config: ViewsConfig) -> nn.Module:
     torch.manual_seed(0)
     return build_view_policy(config, image_channels=3)
-
-
-def viewmaker_of(policy: nn.Module) -> Viewmaker:
-    (found,) = [module for module in policy.modules() if isinstance(module, Viewmaker)]
-    return found
 
 
 @pytest.mark.parametrize("view", [0, 3])
@@ -80,7 +75,7 @@ def test_a_viewmaker_behind_views_that_change_nothing_is_the_viewmaker_to_the_bi
 def test_a_pair_takes_the_first_policy_for_even_views_and_the_second_for_odd_ones() -> None:
     x = pictures(6)
     composed = build(PairConfig(first=EXPERT, second=SMALL))
-    expert, viewmaker = build(EXPERT), viewmaker_of(composed)
+    expert, viewmaker = build(EXPERT), learned_part(composed)
     for view in (0, 2):
         assert torch.equal(composed(x, keys(6, view=view)), expert(x, keys(6, view=view)))
         assert torch.equal(composed(x, keys(6, view=view + 1)), viewmaker(x, keys(6, view=view + 1)))
@@ -105,7 +100,7 @@ def test_policies_by_epoch_take_their_epochs_in_their_order() -> None:
     x = pictures(6)
     config = ByEpochConfig(policies=(EXPERT, SMALL, SequenceConfig(parts=(CROP, RandomMaskConfig()))))
     composed = build(config)
-    alone = [build(EXPERT), viewmaker_of(composed), build(config.policies[2])]
+    alone = [build(EXPERT), learned_part(composed), build(config.policies[2])]
     for epoch in range(4):
         for view in (0, 1):
             drawn = dataclasses.replace(keys(6, view=view), epoch=epoch)
@@ -210,7 +205,7 @@ def test_the_gradient_of_a_viewmaker_passes_what_is_behind_it() -> None:
 def test_a_viewmaker_gets_the_gradient_of_what_it_saw_behind_a_crop() -> None:
     x, weight = pictures(6), torch.rand(6, 3, 16, 16, generator=torch.Generator().manual_seed(1))
     composed = build(SequenceConfig(parts=(CROP, SMALL)))
-    viewmaker = viewmaker_of(composed)
+    viewmaker = learned_part(composed)
     cropped = build(SequenceConfig(parts=(CROP, NO_VIEWS)))(x, keys(6))
     views = [composed(x, keys(6)), viewmaker(cropped, keys(6))]
     assert torch.equal(*views)
@@ -246,7 +241,7 @@ def test_a_composition_with_a_viewmaker_is_the_trained_module() -> None:
     assert composed.trained_modules.keys() == plain.trained_modules.keys() == {"encoder", "viewmaker"}
     ours, expected = (modules.trained_modules["viewmaker"].state_dict() for modules in (composed, plain))
     assert all(torch.equal(ours[f"parts.1.{name}"], tensor) for name, tensor in expected.items())
-    assert viewmaker_of(composed.view_policy).checkpointing == 2
+    assert learned_part(composed.view_policy).checkpointing == 2
     assert (
         build_modules(resolve_recipe("debug:image", ["views={kind: sequence, parts: [{kind: random_mask}]}"])).viewmaker
         is None
