@@ -1,9 +1,11 @@
-"""Look at the code that Triton has compiled for a GPU, which need not be there."""
+"""Run kernels of Triton in its interpreter, and look at their code for a GPU, which need not be there."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,21 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_in_the_interpreter(module: str, *arguments: str) -> None:
+    """Run checks of kernels on a CPU, in a process of their own: Triton reads the variable when it is imported."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def compiled_for_an_h100(kernel: Any, half: Collection[str], constants: Mapping[str, Any], *, num_warps: int) -> Any:

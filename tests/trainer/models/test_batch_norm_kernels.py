@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,12 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.trainer.code_of_kernels import assert_in_registers, compiled_for_an_h100
+from tests.trainer.code_of_kernels import assert_in_registers, compiled_for_an_h100, run_in_the_interpreter
 from trainer import triton_works
 from trainer.models import batch_norm, batch_norm_kernels
 from trainer.models.batch_norm import SynchronizedBatchNorm2d, grouped_statistics
 
-ROOT = Path(__file__).parents[3]
 FORMS = [(False, False), (False, True), (True, True)]  # with a residual; with a ReLU
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -31,19 +28,10 @@ needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a 
 @pytest.mark.process
 @pytest.mark.parametrize("check", ["numbers", "a_network", "ranks"])
 def test_in_the_interpreter_kernels_are_as_torch_in_float64(check: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.trainer.models.interpreted_kernels", check]
-    commands = [[*command, rank, str(tmp_path / "store")] for rank in "01"] if check == "ranks" else [command]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    started = [
-        subprocess.Popen(each, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) for each in commands
-    ]
-    try:
-        for process in started:
-            said = process.communicate(timeout=300)[1]
-            assert process.returncode == 0, said
-    finally:
-        for process in started:
-            process.kill()
+    run = functools.partial(run_in_the_interpreter, "tests.trainer.models.interpreted_kernels", check)
+    arguments = [(rank, str(tmp_path / "store")) for rank in "01"] if check == "ranks" else [()]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda of_rank: run(*of_rank), arguments))
 
 
 @pytest.mark.slow

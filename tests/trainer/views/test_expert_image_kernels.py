@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +12,19 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from tests.trainer.code_of_kernels import assert_in_registers
+from tests.trainer.code_of_kernels import assert_in_registers, run_in_the_interpreter
 from tests.trainer.views.interpreted_views import CASES, assert_equal_views, keys, pictures
 from trainer import triton_works
 from trainer.views import expert_image, expert_image_kernels
 from trainer.views.expert_image import ExpertDraws, ExpertImage, ExpertImageConfig, draw, huang_views
 
-ROOT = Path(__file__).parents[3]
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("check", ["trial", "draws", "views"])
 def test_in_the_interpreter_kernels_give_the_views_of_a_cpu(check: str) -> None:
-    command = [sys.executable, "-m", "tests.trainer.views.interpreted_views", check]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    run_in_the_interpreter("tests.trainer.views.interpreted_views", check)
 
 
 class Processor:

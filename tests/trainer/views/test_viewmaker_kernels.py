@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,23 +27,19 @@ from benchmarks.kernels import (
 )
 from data_pipeline.core.counter_rng import DrawKeys
 from tests.old_versions import needs_gpu_tensors_without_data
-from tests.trainer.code_of_kernels import assert_in_registers, compiled_for_an_h100
+from tests.trainer.code_of_kernels import assert_in_registers, compiled_for_an_h100, run_in_the_interpreter
 from tests.trainer.views import interpreted_viewmaker
 from trainer import triton_works
 from trainer.views import viewmaker_kernels
 from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
 
-ROOT = Path(__file__).parents[3]
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("check", ["trial", "noise", "norms", "weights", "budget", "network"])
 def test_in_the_interpreter_kernels_are_as_torch_in_float64(check: str) -> None:
-    command = [sys.executable, "-m", "tests.trainer.views.interpreted_viewmaker", check]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    run_in_the_interpreter("tests.trainer.views.interpreted_viewmaker", check)
 
 
 # Of the published network: the layer before the last convolution, one of 64 channels, and a residual block with noise.
