@@ -74,15 +74,10 @@ class NTXentDecoder(Objective):
     def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair) -> ObjectiveOutput:
         config = self._config
         output = nt_xent_loss(z_a_BD, z_b_BD, temperature=config.temperature, chunk_size=config.chunk_size)
-        reconstruction = torch.stack(
-            [
-                reconstruction_loss(
-                    predict(self.decoder, z_BD, updates_buffers=pair.updates_state),
-                    views_BCHW,
-                    target_size=config.target_size,
-                )
-                for z_BD, views_BCHW in ((z_a_BD, pair.views_a_BCHW), (z_b_BD, pair.views_b_BCHW))
-            ]
-        ).mean()
+        errors = []
+        for z_BD, views_BCHW in ((z_a_BD, pair.views_a_BCHW), (z_b_BD, pair.views_b_BCHW)):
+            decoded_BX = predict(self.decoder, z_BD, updates_buffers=pair.updates_state)
+            errors.append(reconstruction_loss(decoded_BX, views_BCHW, target_size=config.target_size))
+        reconstruction = torch.stack(errors).mean()
         loss = output.loss + config.decoder_weight * reconstruction
         return ObjectiveOutput(loss, {**output.metrics, "reconstruction": reconstruction.detach()})

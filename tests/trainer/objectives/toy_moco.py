@@ -35,10 +35,10 @@ def training_views(num_steps: int = 3, batch_size: int = 8) -> Tensor:
     return views_TVBCHW.double() * torch.linspace(0.2, 1, batch_size)[:, None, None, None]
 
 
-def pair_of(views_VBCHW: Tensor, *, step: int = 0, updates_state: bool = True) -> ViewPair:
+def pair_of(views_VBCHW: Tensor, *, step: int = 0) -> ViewPair:
     """Return a pair with this rank's rows; the index of a sample is its row in the global batch."""
     num_rows = views_VBCHW.shape[1]
-    return ViewPair(views_VBCHW[0], views_VBCHW[1], rank() * num_rows + torch.arange(num_rows), step, updates_state)
+    return ViewPair(views_VBCHW[0], views_VBCHW[1], rank() * num_rows + torch.arange(num_rows), step)
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
