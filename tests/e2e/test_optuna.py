@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.nursery import PythonProcess, run_python
-from tests.tiny_data import write_tiny_pair
+from tests.tiny_data import on_data, write_tiny_pair
 from tests.trainer.reports.made_runs import report
 from trainer.run_dir import RunDir
 
@@ -24,8 +24,7 @@ def example(data: Path) -> str:
     page = (ROOT / "docs" / "sweeps.md").read_text()
     blocks: list[str] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     (code,) = [block for block in blocks if "import optuna" in block]
-    settings = [f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}", "data.num_workers=0"]
-    settings += ["tracking.wandb=disabled", "checkpoint_every_steps=1000", "num_epochs=60"]
+    settings = on_data(data, "checkpoint_every_steps=1000", "num_epochs=60")
     more = ", ".join(f'"--set", "{setting}"' for setting in settings)
     changes = {'"--set", "num_epochs=20"': more, "n_trials=8": "n_trials=2", "time.sleep(0.5)": "time.sleep(0.1)"}
     changes["subprocess.Popen("] = "PythonProcess("

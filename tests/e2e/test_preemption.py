@@ -18,7 +18,7 @@ from tests.nursery import PythonProcess
 from tests.processes import kill_tree, ranks_of
 from tests.slow_steps import SLOW_STEPS, pausing
 from tests.small_encoder import CONVNET
-from tests.tiny_data import write_tiny_pair
+from tests.tiny_data import on_data, write_tiny_pair
 from trainer.run_dir import RunDir, hold
 
 ROOT = Path(__file__).parents[2]
@@ -34,16 +34,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def start(data: Path, run_dir: Path) -> Iterator[subprocess.Popen[str]]:
     """Start a run on two ranks; it ends with the block at the latest."""
-    settings = [
-        CONVNET,
-        f"data.train_dir={data / 'train'}",
-        f"data.test_dir={data / 'test'}",
-        "data.num_workers=0",
-        "global_batch_size=16",
-        f"num_epochs={NUM_STEPS // 4}",
-        "checkpoint_every_steps=1000",
-        "tracking.wandb=disabled",
-    ]
+    small = [CONVNET, "global_batch_size=16", f"num_epochs={NUM_STEPS // 4}", "checkpoint_every_steps=1000"]
+    settings = on_data(data, *small)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["launch/train.py", "--config", "debug:image", "--run-dir", str(run_dir)]
     command += [*SLOW_STEPS, *(word for setting in settings for word in ("--set", setting))]

@@ -20,7 +20,7 @@ from tests.commands import float64_recipe
 from tests.nursery import PythonProcess, run_python
 from tests.processes import kill_tree
 from tests.slow_steps import SLOW_STEPS, pausing
-from tests.tiny_data import write_tiny_pair
+from tests.tiny_data import on_data, write_tiny_pair
 from trainer.run_dir import RunDir, is_held
 
 ROOT = Path(__file__).parents[2]
@@ -35,8 +35,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe(data: Path, *more: str) -> list[str]:
     """Return the arguments of a small recipe, with further settings."""
-    settings = [f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}", "data.num_workers=0"]
-    settings += ["num_epochs=2", "tracking.wandb=disabled", "log_every_steps=1", *more]
+    settings = on_data(data, "num_epochs=2", "log_every_steps=1", *more)
     once = {setting.partition("=")[0]: setting for setting in settings}  # the last of each name
     return ["--config", "debug:image", *(word for one in once.values() for word in ("--set", one))]
 

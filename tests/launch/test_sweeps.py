@@ -16,7 +16,7 @@ from launch.planned_run import PlannedRun
 from launch.slurm_command import plan_from
 from launch.submission import SubmissionPlan
 from tests.commands import Call, Done
-from tests.tiny_data import write_tiny_pair
+from tests.tiny_data import on_data, write_tiny_pair
 from trainer.run_dir import write_json
 
 ROOT = Path(__file__).parents[2]
@@ -32,8 +32,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(data: Path) -> list[str]:
-    given = [f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}", "data.num_workers=0"]
-    given += ["num_epochs=1", "tracking.wandb=disabled"]
+    given = on_data(data, "num_epochs=1")
     return ["--config", "debug:image", *(word for setting in given for word in ("--set", setting))]
 
 

@@ -151,9 +151,8 @@ def test_a_run_that_skipped_most_of_its_steps_has_failed(data: Path, tmp_path: P
 @pytest.mark.slow
 def test_where_players_alternate_what_was_done_before_the_bad_update_stays(data: Path) -> None:
     """All changes of the bad update are undone, so the state is that after the updates before it."""
-    places = [f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}", "data.num_workers=0"]
     words = ["objective.kind=simsiam", "adversary.update=alternating", "adversary.viewmaker_steps=2"]
-    bad = resolve_recipe("debug:viewmaker", [*places, *words, "global_batch_size=16"])
+    bad = resolve_recipe("debug:viewmaker", on_data(data, *words, "global_batch_size=16"))
     good = bad.override(["adversary.viewmaker_steps=1"], where="x")  # it ends before the bad update
     (batch,) = open_stream(bad.data, global_batch_size=16, seed=0, end_step=1)
     rates = dict.fromkeys(("encoder", "viewmaker", "objective"), 0.01)

@@ -11,7 +11,7 @@ import torch
 from configs import resolve_recipe
 from tests.real_data import REPOSITORY
 from tests.small_encoder import CONVNET
-from tests.tiny_data import write_tiny_pair
+from tests.tiny_data import on_data, write_tiny_pair
 from trainer.objectives.objective import OBJECTIVES
 from trainer.run_dir import RunDir
 from trainer.train import train
@@ -34,10 +34,10 @@ def names_of_the_page() -> set[str]:
 
 def logged(data: Path, run_dir: RunDir, recipe: str, *settings: str) -> set[str]:
     """The names in the log of a run of a few steps."""
-    small = [CONVNET, "num_epochs=1", "global_batch_size=16", "log_every_steps=1", "data.num_workers=0"]
-    off = ["tracking.wandb=disabled", "watchdog.enabled=false"]
-    given = [f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}", *small, *off, *settings]
-    train(resolve_recipe(recipe, given), run_dir, device=torch.device("cpu"), command="a test")
+    small = [CONVNET, "num_epochs=1", "global_batch_size=16", "log_every_steps=1", "watchdog.enabled=false"]
+    train(
+        resolve_recipe(recipe, on_data(data, *small, *settings)), run_dir, device=torch.device("cpu"), command="a test"
+    )
     return {
         re.sub(r"^(probe|mixture)/(base|overlay|data|other)/", lambda part: PLACES[part[1]], name)
         for entry in run_dir.read_metrics()
