@@ -75,6 +75,7 @@ def crop_boxes(
     aspect_BT = torch.exp(between((math.log(ratio[0]), math.log(ratio[1])), aspect_BT))
     side_BT2 = torch.stack([area_BT / aspect_BT, area_BT * aspect_BT], dim=2).sqrt_().round_()
     fits_BT = ((side_BT2 > 0) & (side_BT2 <= size_B2[:, None])).all(dim=2)
+    # The sides of the first attempt that fits.
     fits_B1, first_B1 = fits_BT.to(torch.uint8).max(dim=1, keepdim=True)
     drawn_B2 = side_BT2.gather(1, first_B1[:, :, None].expand(-1, 1, 2))[:, 0]
     drawn_B4 = torch.cat([torch.floor(place_B2 * (size_B2 - drawn_B2 + 1)), drawn_B2], dim=1)
