@@ -84,7 +84,7 @@ def resnet_trunk(
     num_blocks: tuple[int, ...],
     *,
     form: Literal["standard", "small"],
-    width: int = 64,
+    width: int,
     in_channels: int = 3,
     stem_relu: bool = True,
     init: Init = "torch",

@@ -93,7 +93,7 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from _flat(inner, f"{name}.{key}" if name else str(key))
 
 
-def weights_of_timm(name: str, *, in_channels: int = 3, options: Mapping[str, Any] | None = None) -> TrainedWeights:
+def weights_of_timm(name: str, *, in_channels: int, options: Mapping[str, Any]) -> TrainedWeights:
     """Return the pretrained weights of a timm model, which timm fits to `in_channels` and to its other `options`.
 
     timm keeps them in the cache of Hugging Face. Raises `UserError` if it has none, or if they cannot be fetched.
@@ -101,7 +101,7 @@ def weights_of_timm(name: str, *, in_channels: int = 3, options: Mapping[str, An
     timm = load_timm()
     call = f"timm.create_model({name!r}, pretrained=True)"
     with _fetching(f"weights of timm's {name}", call), torch.random.fork_rng(devices=[]):
-        model = timm.create_model(name, pretrained=True, num_classes=0, in_chans=in_channels, **(options or {}))
+        model = timm.create_model(name, pretrained=True, num_classes=0, in_chans=in_channels, **options)
     facts = model.pretrained_cfg
     size = tuple(facts["input_size"][-2:])
     return TrainedWeights(f"timm's {name}", model.state_dict(), normalization_in(facts), size)
