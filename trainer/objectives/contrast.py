@@ -63,12 +63,6 @@ def unit_rows(z_a_BD: Tensor, z_b_BD: Tensor, *, temperature: float | Tensor) ->
     return u_ND
 
 
-def alignment_of(u_ND: Tensor, temperature: float | Tensor) -> Tensor:
-    """Return the `mean_cosine` of the two views from the result of `unit_rows`, a scalar without gradient."""
-    u_a_BD, u_b_BD = u_ND.detach().chunk(2)
-    return ((u_a_BD * u_b_BD).sum() * (temperature / len(u_a_BD))).detach()
-
-
 def check_temperature(temperature: float | Tensor) -> None:
     """Raise `ValueError` if a temperature is not positive. A tensor is not checked: the host would wait for a GPU."""
     if not (isinstance(temperature, Tensor) or temperature > 0):
@@ -94,28 +88,32 @@ def candidates(*views_BD: Tensor) -> Tensor:
     return rows
 
 
-def cross_entropy(u_ND: Tensor, *, num_anchors: int, with_self: bool, chunk_size: int | None) -> Tensor:
-    """Return minus the log of the softmax over an anchor's inner products with all candidates, at its positive.
+def cross_entropy(
+    z_a_BD: Tensor, z_b_BD: Tensor, *, temperature: float | Tensor, published: bool, chunk_size: int | None
+) -> tuple[Tensor, Tensor]:
+    """Return minus the log of the softmax at the positive of each anchor, and the `mean_cosine` of the two views.
 
-    `u_ND` holds the rows of this rank: first all first views, then all second views. The first `num_anchors` rows are
-    anchors. Candidates are the rows of all ranks, and the positive is the other view. `with_self` keeps an anchor in
-    its own denominator. `chunk_size` is as in `ContrastiveConfig`.
+    Anchors are both views of this rank, (2 B,), and their candidates the views of all ranks but the anchor itself. In
+    the `published` form, anchors are the first views alone, (B,), and an anchor is one of its own candidates. The
+    positive is the other view. `chunk_size` is as in `ContrastiveConfig`. Raises like `unit_rows`.
     """
-    u_GD = own_rows_first(u_ND)
-    anchors_ND = u_GD[:num_anchors]
-    own_N = torch.arange(len(u_ND), device=u_ND.device)
-    if chunk_size is not None:
-        own_N1 = own_N[:num_anchors, None]
-        log_sum_N = log_sums(anchors_ND, u_GD, own_N1[:, :0] if with_self else own_N1, chunk_size)
+    with torch.autocast(z_a_BD.device.type, enabled=False):
+        u_ND = unit_rows(z_a_BD, z_b_BD, temperature=temperature)
         u_a_BD, u_b_BD = u_ND.chunk(2)
-        return log_sum_N - (u_a_BD * u_b_BD).sum(1).repeat(num_anchors // len(u_a_BD))
-    logits_NG = anchors_ND @ u_GD.T
-    if not with_self:
-        with torch.no_grad():  # a probability of 0 has no gradient, so autograd need not know about this
-            logits_NG.fill_diagonal_(-torch.inf)
-    half = len(u_ND) // 2
-    positive_N = own_N[half:] if num_anchors == half else own_N.roll(half)
-    return F.cross_entropy(logits_NG, positive_N, reduction="none")
+        alignment = ((u_a_BD.detach() * u_b_BD.detach()).sum() * (temperature / len(u_a_BD))).detach()
+        u_GD = own_rows_first(u_ND)
+        num_anchors = len(u_a_BD) if published else len(u_ND)
+        anchors_ND, own_N = u_GD[:num_anchors], torch.arange(len(u_ND), device=u_ND.device)
+        if chunk_size is not None:
+            own_N1 = own_N[:num_anchors, None]
+            log_sum_N = log_sums(anchors_ND, u_GD, own_N1[:, :0] if published else own_N1, chunk_size)
+            return log_sum_N - (u_a_BD * u_b_BD).sum(1).repeat(num_anchors // len(u_a_BD)), alignment
+        logits_NG = anchors_ND @ u_GD.T
+        if not published:
+            with torch.no_grad():  # a probability of 0 has no gradient, so autograd need not know about this
+                logits_NG.fill_diagonal_(-torch.inf)
+        positive_N = own_N[num_anchors:] if published else own_N.roll(len(u_a_BD))
+        return F.cross_entropy(logits_NG, positive_N, reduction="none"), alignment
 
 
 def margins(

@@ -9,18 +9,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from data_pipeline.core.schema import Temperature
-from trainer.objectives.contrast import (
-    ContrastiveConfig,
-    alignment_of,
-    cross_entropy,
-    margins,
-    unit_rows,
-)
+from trainer.objectives.contrast import ContrastiveConfig, cross_entropy, margins
 from trainer.objectives.objective import ObjectiveInputs, ObjectiveOutput, PureObjective, contrastive_output
 
 
@@ -66,15 +59,15 @@ def nt_xent_loss(
         ValueError: if the temperature is not positive, or if the embeddings are not (B, D) with equal shapes.
 
     Examples:
+        >>> import torch
         >>> z_a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
         >>> z_b = torch.tensor([[0.6, 0.8], [-0.8, 0.6]])
         >>> round(nt_xent_loss(z_a, z_b, temperature=0.5).loss.item(), 4)
         0.668
     """
-    with torch.autocast(z_a_BD.device.type, enabled=False):
-        u_ND = unit_rows(z_a_BD, z_b_BD, temperature=temperature)
-        cross_entropy_N = cross_entropy(u_ND, num_anchors=len(u_ND), with_self=False, chunk_size=chunk_size)
-        alignment = alignment_of(u_ND, temperature)
+    cross_entropy_N, alignment = cross_entropy(
+        z_a_BD, z_b_BD, temperature=temperature, published=False, chunk_size=chunk_size
+    )
     return contrastive_output(cross_entropy_N.mean(), -cross_entropy_N.detach(), z_a_BD, z_b_BD, alignment=alignment)
 
 

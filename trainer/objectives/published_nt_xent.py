@@ -12,17 +12,11 @@ from __future__ import annotations
 import math
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from data_pipeline.core.schema import Temperature
 from trainer.distributed.collectives import world_size
-from trainer.objectives.contrast import (
-    ContrastiveConfig,
-    alignment_of,
-    cross_entropy,
-    unit_rows,
-)
+from trainer.objectives.contrast import ContrastiveConfig, cross_entropy
 from trainer.objectives.objective import ObjectiveInputs, ObjectiveOutput, PureObjective, contrastive_output
 
 
@@ -50,9 +44,8 @@ def published_nt_xent_loss(
     -5.5450 at t = 0.07, G = 512. It can fall a little lower, because the cosines of two pictures can be negative: in a
     batch of B, all -1 / (B - 1). Arguments, types, errors and the mean over the ranks are as in `nt_xent_loss`.
     """
-    with torch.autocast(z_a_BD.device.type, enabled=False):
-        u_ND = unit_rows(z_a_BD, z_b_BD, temperature=temperature)
-        cross_entropy_B = cross_entropy(u_ND, num_anchors=len(z_a_BD), with_self=True, chunk_size=chunk_size)
-        alignment = alignment_of(u_ND, temperature)
-    loss = cross_entropy_B.mean() - math.log(len(u_ND) * world_size())
+    cross_entropy_B, alignment = cross_entropy(
+        z_a_BD, z_b_BD, temperature=temperature, published=True, chunk_size=chunk_size
+    )
+    loss = cross_entropy_B.mean() - math.log(2 * len(z_a_BD) * world_size())
     return contrastive_output(loss, -cross_entropy_B.detach(), z_a_BD, z_b_BD, alignment=alignment)
