@@ -59,8 +59,8 @@ setup(
         "webdataset>=0.2.86",
     ],
     extras_require={
-        # Of packages that change often, the versions of make's environment. Tests compare with torchaudio, whose newest
-        # version was built with this torch.
+        # The versions of make's environment, for packages that change often. The tests compare with torchaudio. Its
+        # newest version needs this torch.
         "tested": [
             *("torch==2.11.0", "torchaudio==2.11.0", "torchvision==0.26.0"),
             *("submitit==1.5.4", "wandb==0.31.0", "webdataset==1.0.2"),

@@ -123,7 +123,7 @@ class WandbRun:
 
 
 def _prepare() -> None:
-    """Call this before any other call of W&B. Its library then sends nothing about itself, as it does even offline."""
+    """Call this before any other call of W&B. Otherwise its library tells its server about itself, also offline."""
     unset_empty_variables("WANDB_")
     with contextlib.suppress(ImportError):  # a later version may have it elsewhere
         from wandb.analytics.opentelemetry.opentelemetry_proxy import disable

@@ -1,4 +1,4 @@
-"""What every objective promises, and what its config says of it, for every kind."""
+"""Every objective keeps the promises of objectives, and those that its config makes."""
 
 from __future__ import annotations
 

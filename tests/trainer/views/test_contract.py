@@ -1,4 +1,4 @@
-"""What every view policy promises: views that are a function of the keys and of the sample alone."""
+"""The views of every policy depend on the keys and on the sample, and on nothing else."""
 
 from __future__ import annotations
 
