@@ -6,11 +6,13 @@ Shapes: B batch.
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import torch
@@ -126,9 +128,7 @@ class _StreamedBatches(Dataset[list[Batch | None] | UserError]):
             for prefetcher in self._prefetchers:
                 prefetcher.before(step)
             batches = [self._read(source, bad, step) for source, bad in zip(self._sources, self._bad, strict=True)]
-            if torch.utils.data.get_worker_info() is not None:
-                _move_to_shared_memory(batches)
-            return batches
+            return batches if torch.utils.data.get_worker_info() is None else _Pickled(batches)
         except UserError as error:
             # Returned and not raised, because a DataLoader turns a worker's exception into a page of traceback.
             return error
@@ -149,20 +149,26 @@ class _StreamedBatches(Dataset[list[Batch | None] | UserError]):
             bad |= {sample.index: sample for sample in samples.bad.values()}
 
 
-def _move_to_shared_memory(batches: Iterable[Batch | None]) -> None:
-    """Move the tensors of a worker to shared memory, which torch would do in the thread that sends them.
+class _Pickled(list[Batch | None]):
+    """Batches that a worker has pickled itself, with their tensors in shared memory; unpickled, they are a list again.
 
-    An error of that thread never reaches the training process, which would wait for the batch. Raises `UserError` if
-    there is no room.
+    Else torch would pickle them in the thread that sends them. An error of that thread never reaches the training
+    process, which would wait for the batch. Raises `UserError` if they cannot be handed over.
     """
-    try:
-        for tensor in (tensor for batch in batches if batch is not None for tensor in batch.tensors()):
-            tensor.share_memory_()  # type: ignore[no-untyped-call]
-    except RuntimeError as error:  # its reason is not to be relied on: it may be "Success (0)"
-        raise UserError(
-            f"a data worker could not put a batch into shared memory; see `df {SHARED}`: give it more room, in a "
-            "container for example by `docker run --shm-size=8g`, or use data.num_workers=0"
-        ) from error
+
+    def __init__(self, batches: list[Batch | None]) -> None:
+        super().__init__()
+        try:
+            self._pickled = bytes(ForkingPickler.dumps(batches))
+        except (RuntimeError, OSError) as error:  # the reason is not to be relied on: it may be "Success (0)"
+            raise UserError(
+                f"a data worker could not hand over a batch ({error}): it needs room in {SHARED} (in a container for "
+                "example by `docker run --shm-size=8g`), open files (`ulimit -n`) and a TMPDIR of at most 70 "
+                "characters; or use data.num_workers=0"
+            ) from error
+
+    def __reduce__(self) -> tuple[Callable[[bytes], object], tuple[bytes]]:
+        return pickle.loads, (self._pickled,)
 
 
 def _leave_signals_to_parent(worker_id: int) -> None:

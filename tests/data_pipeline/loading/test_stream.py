@@ -367,15 +367,22 @@ def test_a_killed_worker_ends_in_an_error(dataset: Dataset) -> None:
     assert_ended(before)
 
 
-def test_a_worker_without_room_in_shared_memory_ends_in_a_sentence_and_not_in_a_wait(
-    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("of", "name", "reason"),
+    [
+        (torch.UntypedStorage, "_share_fd_cpu_", "No space left on device"),
+        (multiprocessing.connection, "Listener", "AF_UNIX path too long"),
+    ],
+)
+def test_a_worker_that_cannot_hand_over_a_batch_ends_in_a_sentence_and_not_in_a_wait(
+    of: object, name: str, reason: str, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_: object) -> None:
-        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(reason) if of is multiprocessing.connection else RuntimeError(reason)
 
-    monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", refuse)  # inherited by the worker, which is forked
+    monkeypatch.setattr(of, name, refuse)  # inherited by the worker, which is forked
     directory, _ = dataset
-    with time_limit(10), pytest.raises(UserError, match="into shared memory; see `df /dev/shm`: give"):
+    with time_limit(10), pytest.raises(UserError, match=rf"hand over a batch \({reason}\): it needs room in /dev/shm"):
         list(stream(directory, end_step=3, num_workers=1))
 
 
