@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import io
-import json
 import multiprocessing
 import os
 import re
@@ -25,10 +23,9 @@ from data_pipeline.building.catalogue import open_dataset
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.randomness import generator, shuffled_in_rounds
 from data_pipeline.core.sample import MASK_OUTSIDE, Sample
-from data_pipeline.loading.whole import read_all
 from data_pipeline.overlays import baked_keys, evaluation_keys
 from data_pipeline.sources.background import read_sounds
-from data_pipeline.storage.manifest import Manifest, describe_manifest, load_manifest
+from data_pipeline.storage.manifest import Manifest, load_manifest
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.totals import Totals
 from tests.data_pipeline.stored_samples import decode_sample, find_problems
@@ -183,18 +180,6 @@ def test_the_same_arguments_give_the_same_bytes_with_any_number_of_workers(tmp_p
     first = contents(tmp_path / "a")
     assert len([name for name in first if name.endswith(".tar")]) == 3
     assert contents(tmp_path / "b") == first
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [{"seed": 1}, {"split": "test"}, {"dataset": "procedural_letters"}, {"overlay": "online"}],
-)
-def test_other_arguments_give_other_bytes(changed: dict[str, object], tmp_path: Path) -> None:
-    arguments = {"dataset": "procedural_shapes", "seed": 0, "split": "train", "limit": 30}
-    first = build_dataset(directory=tmp_path / "a", **arguments)  # type: ignore[arg-type]
-    other = build_dataset(directory=tmp_path / "b", **{**arguments, **changed})  # type: ignore[arg-type]
-    assert first.files["tars.sha256"] != other.files["tars.sha256"]
-    assert first.sha256 != other.sha256
 
 
 def test_repeats_show_each_picture_again_with_a_draw_of_its_own(tmp_path: Path) -> None:
@@ -451,39 +436,3 @@ def test_bad_arguments_are_named_with_the_mend(arguments: dict[str, object], mes
         build_dataset(**{"dataset": "procedural_shapes", "directory": tmp_path / "out", **arguments})  # type: ignore[arg-type]
     assert message in str(raised.value)
     assert names(tmp_path) == []
-
-
-def test_a_layout_is_part_of_what_was_built(tmp_path: Path) -> None:
-    for number in range(6):
-        folder = tmp_path / "root" / "train" / f"{number % 2}"
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (70, 90), (40 * number, 0, 0)).save(folder / f"{number}.png")
-    arguments = {"root": tmp_path / "root", "source_options": {"image_size": 64}, "overlay": "online"}
-    for layout, num_shapes, side in (("scaled", 1, 22), ("tiled", 4, 12)):
-        out = tmp_path / layout
-        manifest = build_dataset("folder_shapes", out, overlay_options={"layout": layout}, **arguments)  # type: ignore[arg-type]
-        assert manifest.overlay is not None
-        assert manifest.overlay.layout == layout
-        assert find_problems(out) == []
-        batch = next(read_all(SampleStore(out), batch_size=6))
-        assert batch.masks_BHW is not None
-        assert (batch.masks_BHW != MASK_OUTSIDE).flatten(1).sum(dim=1).tolist() == [num_shapes * side**2] * 6
-    assert "overlay: shapes, tiled, drawn" in "\n".join(describe_manifest(manifest))
-    with pytest.raises(UserError, match="was built with overlay"):
-        build_dataset("folder_shapes", tmp_path / "tiled", **arguments)  # type: ignore[arg-type]
-
-
-def test_noise_alone_has_no_class_of_its_own(tmp_path: Path) -> None:
-    manifest = build_dataset("noise", tmp_path / "built", source="procedural", limit=30)
-    assert manifest.labels.keys() == {"overlay"}
-    assert sum(manifest.labels["overlay"].counts) == 30
-    assert {frozenset(sample.labels) for sample in samples(tmp_path / "built")} == {frozenset({"overlay"})}
-
-
-def test_shards_are_plain_tars_of_pngs(tmp_path: Path) -> None:
-    build_dataset("procedural_shapes", tmp_path / "out", limit=10)
-    with tarfile.open(tmp_path / "out" / "shard-00000.tar") as tar:
-        members = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
-    assert json.loads(members["00000003.json"]).keys() == {"base", "overlay"}
-    assert Image.open(io.BytesIO(members["00000003.png"])).mode == "RGB"
-    assert Image.open(io.BytesIO(members["00000003.mask.png"])).mode == "L"

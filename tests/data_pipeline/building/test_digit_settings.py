@@ -27,7 +27,6 @@ from data_pipeline.sources.digits import DigitSource, resize, sklearn_digits
 from data_pipeline.sources.placed_digits import PlacedDigits, PlacedDigitsOptions
 from data_pipeline.storage.manifest import OVERLAY_NAME, Manifest
 from tests.data_pipeline.building.draws import is_uniform, keys_of
-from tests.data_pipeline.stored_samples import find_problems
 
 NUM = 2_000
 
@@ -222,29 +221,6 @@ def test_tiles_of_which_none_is_whole_are_refused(size: int) -> None:
 def build(name: str, out: Path, **choices: Any) -> Manifest:
     options = {"digits": "sklearn", **choices.pop("overlay_options", {})}
     return build_dataset(name, out, overlay="online", overlay_options=options, **choices)
-
-
-def test_two_digits_become_a_dataset_whose_manifest_names_both_sizes(tmp_path: Path) -> None:
-    options: dict[str, Any] = {
-        "limit": 30,
-        "source_options": {"kind": "sklearn", "digit_size": "12", "image_size": 48},
-        "overlay_options": {"size": "30"},
-    }
-    manifest = build("placed_digits_second_digit", tmp_path / "two", **options)
-    assert manifest.overlay is not None
-    assert manifest.overlay.options == {"size": 30}
-    assert manifest.how_made.source_options == {"kind": "sklearn", "digit_size": 12}
-    assert manifest.input_shape == (3, 48, 48)
-    assert manifest.labels["base"].counts == (3,) * 10
-    assert find_problems(tmp_path / "two") == []
-    again = build("placed_digits_second_digit", tmp_path / "again", **options)
-    assert again.sha256 == manifest.sha256
-    other = build("placed_digits_second_digit", tmp_path / "other", **{**options, "overlay_options": {"size": 20}})
-    assert other.overlay is not None
-    assert other.files[OVERLAY_NAME] != manifest.files[OVERLAY_NAME]
-    restored = load_overlay(tmp_path / "two" / OVERLAY_NAME, sha256=manifest.files[OVERLAY_NAME].sha256)
-    opened = SecondDigit.of(digits(), size=30, image_size=48)
-    assert torch.equal(restored(black(9, 48), keys_of(9)).inputs, drawn(opened, black(9, 48))[0])
 
 
 def test_train_and_test_set_have_the_same_few_digits(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import webdataset
 from PIL import Image
 from torch import Tensor
 
@@ -32,16 +30,10 @@ from data_pipeline.storage.store import SampleStore
 from tests.commands import Call
 from tests.data_pipeline.folders import open_folder
 from tests.data_pipeline.stored_samples import decode_sample, find_problems
+from tests.tars import by_webdataset, picture
 from tests.tiny_data import damage
 
 SEX, SITES = ("f", "m"), ("Bonn", "Kiel", "Ulm")
-
-
-def png(number: int, *, size: int = 32) -> bytes:
-    file = io.BytesIO()
-    pixels = np.random.default_rng(number).integers(0, 256, (size, size, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
 
 
 def write_table(path: Path, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Path:
@@ -56,7 +48,7 @@ def hospital(root: Path, *, num: int = 24) -> tuple[Path, dict[str, dict[str, st
     labels = {}
     for number in range(num):
         name = f"a/{number:04d}.png"
-        (root / name).write_bytes(png(number))
+        (root / name).write_bytes(picture(number, height=32, width=32))
         labels[name] = {
             "sex": SEX[number % 2],
             "site": "" if number % 5 == 0 else SITES[number % 3],
@@ -171,7 +163,7 @@ def test_a_wrong_table_is_told_in_one_sentence(
 ) -> None:
     (tmp_path / "root").mkdir()
     for name in "ab":
-        (tmp_path / "root" / f"{name}.png").write_bytes(png(0))
+        (tmp_path / "root" / f"{name}.png").write_bytes(picture(0))
     table = write_table(tmp_path / "labels.csv", head, rows)
     with pytest.raises(UserError, match=said):
         open_folder(tmp_path / "root", labels=table, split="train")
@@ -201,9 +193,9 @@ def test_pictures_in_neither_split_are_counted_by_what_the_table_says(
 
 def write_tar(path: Path, samples: Sequence[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with webdataset.TarWriter(str(path), encoder=False) as writer:
-        for number, sample in enumerate(samples):
-            writer.write({"__key__": f"{path.stem}{number:04d}", "png": png(number), **sample})
+    by_webdataset(
+        path, [{"__key__": f"{number}", "png": picture(number), **sample} for number, sample in enumerate(samples)]
+    )
 
 
 def attributes(**values: Any) -> bytes:

@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from data_pipeline.building.build import build_dataset
-from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import MASK_OUTSIDE, OVERLAY
 from data_pipeline.loading.stream import Stream
-from data_pipeline.overlays import Overlay, evaluation_keys
+from data_pipeline.overlays import evaluation_keys
 from data_pipeline.overlays.boolean import CORE, Boolean, BooleanOptions
 from data_pipeline.overlays.digits import CORNERS
-from data_pipeline.overlays.registry import load_overlay, save_overlay
 from data_pipeline.overlays.shared_number import SharedNumber
 from data_pipeline.sources.digits import sklearn_digits
 from tests.data_pipeline.building.draws import is_uniform, keys_of, random_pictures
@@ -33,10 +31,6 @@ def boolean(**options: float) -> Boolean:
 
 def shared_number(length: int) -> SharedNumber:
     return SharedNumber.of(sklearn_digits(split="train"), length=length)
-
-
-def stored_again(overlay: Overlay, directory: Path) -> Overlay:
-    return load_overlay(directory / "overlay", sha256=save_overlay(overlay, directory / "overlay"))
 
 
 def bits_shown(overlay: Boolean, pictures: Tensor, **keys: int) -> Tensor:
@@ -79,21 +73,11 @@ def test_features_are_equal_in_the_share_of_the_paper(correlation: float) -> Non
     assert abs(share - (1 + correlation) / 2) < 0.02
 
 
-def test_boolean_features_are_stored_and_checked(tmp_path: Path) -> None:
-    pictures = random_pictures(50, shape=(1, 28, 28))
-    overlay = boolean(degree=2, size=3, correlation=0.5)
-    found, again = (each(pictures, keys_of(50)) for each in (overlay, stored_again(overlay, tmp_path)))
-    assert torch.equal(found.inputs, again.inputs)
-    assert found.inputs.shape == (50, *overlay.output_shape((1, 28, 28))) == (50, 6, 28, 28)
-    with pytest.raises(UserError, match="a half has size=2 bits"):
-        BooleanOptions.parse({"degree": 3, "size": 2}, where="here")
-
-
 # --- a number in two streams
 
 
 @pytest.mark.parametrize("length", [1, 4])
-def test_each_stream_shows_the_number(length: int, tmp_path: Path) -> None:
+def test_each_stream_shows_the_number(length: int) -> None:
     overlay, pictures = shared_number(length), random_pictures(300)
     before = pictures.clone()
     first, second = (overlay(pictures, keys_of(300, view=view)) for view in (0, 1))
@@ -121,7 +105,7 @@ def test_each_stream_shows_the_number(length: int, tmp_path: Path) -> None:
     assert torch.equal(second.inputs[:, :3].long(), grey_BHW[:, None].expand(-1, 3, -1, -1))
     assert (second.masks_BHW == MASK_OUTSIDE).all()
 
-    again = stored_again(overlay, tmp_path)(pictures, evaluation_keys(torch.arange(300), draw=5))
+    again = overlay(pictures, evaluation_keys(torch.arange(300), draw=5))
     assert torch.equal(again.inputs, first.inputs)  # as a probe sees it
 
 

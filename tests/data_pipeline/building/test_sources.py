@@ -18,6 +18,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.sources.cifar import Cifar
 from data_pipeline.sources.digits import MnistKind, mnist_digits, sklearn_digits
 from data_pipeline.sources.procedural import Procedural
+from tests.data_pipeline.building.test_suppression_settings import write_mnist
 from tests.data_pipeline.folders import open_folder
 from tests.real_data import archive
 
@@ -111,16 +112,6 @@ def test_folder_reads_names_of_any_letters(tmp_path: Path) -> None:
 # --- handwritten digits
 
 
-def write_idx(root: Path, prefix: str, *, num: int) -> None:
-    raw = root / "MNIST" / "raw"
-    raw.mkdir(parents=True, exist_ok=True)
-    images = np.arange(num * 28 * 28).astype(np.uint8)
-    header = bytes([0, 0, 8, 3]) + b"".join(size.to_bytes(4, "big") for size in (num, 28, 28))
-    (raw / f"{prefix}-images-idx3-ubyte").write_bytes(header + images.tobytes())
-    labels = (np.arange(num) % 10).astype(np.uint8)
-    (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1]) + num.to_bytes(4, "big") + labels.tobytes())
-
-
 def test_the_test_digits_of_mnist_are_cut_in_two_where_that_is_asked_for(tmp_path: Path) -> None:
     root = archive("mnist")
     raw = root / "MNIST" / "raw"
@@ -139,16 +130,16 @@ def test_the_test_digits_of_mnist_are_cut_in_two_where_that_is_asked_for(tmp_pat
 
 @pytest.mark.parametrize(("kind", "split"), [("mnist", "train"), ("mnist", "test"), ("mnist_test_for_test", "train")])
 def test_test_digits_do_not_stand_in_for_training_digits(kind: MnistKind, split: str, tmp_path: Path) -> None:
-    write_idx(tmp_path, "t10k", num=15)
+    write_mnist(tmp_path, prefix="t10k", num=15)
     with pytest.raises(UserError, match=r"has no train-images-idx3-ubyte.*mnist_t10k"):
         mnist_digits(tmp_path, split=split, kind=kind)
 
 
 def test_each_split_has_its_digits_of_mnist(tmp_path: Path) -> None:
-    write_idx(tmp_path, "train", num=20)
+    write_mnist(tmp_path, prefix="train", num=20)
     with pytest.raises(UserError, match="has no t10k-images-idx3-ubyte"):
         mnist_digits(tmp_path, split="test", kind="mnist_test_for_test")
-    write_idx(tmp_path, "t10k", num=15)
+    write_mnist(tmp_path, prefix="t10k", num=15)
     train, test = mnist_digits(tmp_path, split="train"), mnist_digits(tmp_path, split="test")
     assert train.description == test.description  # as published
     assert train.images.shape == (20, 28, 28)
@@ -159,7 +150,7 @@ def test_each_split_has_its_digits_of_mnist(tmp_path: Path) -> None:
 def test_mnist_that_is_missing_or_damaged_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"MNIST/raw has no train-images-idx3-ubyte.*download=True"):
         mnist_digits(tmp_path, split="train")
-    write_idx(tmp_path, "train", num=20)
+    write_mnist(tmp_path, prefix="train", num=20)
     images = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
     whole = images.read_bytes()
     for damaged in (whole[:-1], whole[:6], b"\x01" + whole[1:]):

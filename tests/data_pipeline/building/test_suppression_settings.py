@@ -13,13 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from data_pipeline.__main__ import Parser
 from data_pipeline.building.build import build_dataset
 from data_pipeline.building.catalogue import open_picture_overlay
 from data_pipeline.core.batch import Batch
 from data_pipeline.core.counter_rng import row_hashes
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.options import add_option_argument
 from data_pipeline.core.sample import BASE, MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, NO_LABEL, OVERLAY
 from data_pipeline.loading.whole import read_all
 from data_pipeline.overlays import OverlayInputs, PixelOverlay, object_mask
@@ -80,15 +78,6 @@ def test_options_are_checked_and_stand_in_the_file_and_in_the_manifest(tmp_path:
     with pytest.raises(UserError, match="was built with overlay"):
         build(overlay_options={"correlation": 0.6})
     assert not find_problems(tmp_path / "out")
-
-
-def test_words_of_a_command_line_become_options() -> None:
-    parser = Parser()
-    add_option_argument(parser, "--option", "")
-    found = parser.parse_args(["--option", "bits=10", "--option", "join=a=b"])
-    assert dict(found.option) == {"bits": "10", "join": "a=b"}
-    with pytest.raises(UserError, match="NAME=VALUE"):
-        parser.parse_args(["--option", "bits"])
 
 
 # --- bits

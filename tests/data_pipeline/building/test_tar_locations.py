@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.storage.locations import index_directory, listed_tars
-from tests.tars import indexed, numbers_in, simple
+from data_pipeline.storage.locations import listed_tars
+from tests.tars import indexed, simple
 
 
 def test_locations_are_directories_tars_and_patterns(tmp_path: Path) -> None:
@@ -52,16 +52,3 @@ def test_a_compressed_tar_and_other_files_are_refused(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(wrong)
         with pytest.raises(UserError, match=rf"{name} is not a plain tar; .*{mend}"):
             indexed(tmp_path / name, tmp_path / "index")
-
-
-def test_a_tar_in_upper_case_is_read(tmp_path: Path) -> None:
-    path = simple(tmp_path / "tars", [3]) / "train-0000.tar"
-    path = path.rename(path.with_name("X.TAR"))
-    for location in (path, path.parent):
-        assert numbers_in(indexed(location, index_directory(location))) == [0, 1, 2]
-
-
-def test_a_tar_whose_path_has_braces_is_named_as_it_is(tmp_path: Path) -> None:
-    path = simple(tmp_path / "{a,b}", [2]) / "train-0000.tar"
-    assert listed_tars(str(path)) == [str(path)]
-    assert numbers_in(indexed(path, index_directory(path))) == [0, 1]

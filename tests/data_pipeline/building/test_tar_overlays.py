@@ -58,6 +58,8 @@ def test_batches_are_those_of_a_dataset_that_was_built_with_the_overlay(
     for split in ("train", "test"):
         found, expected = load_manifest(tars / split), load_manifest(built / split)
         assert found.overlay == expected.overlay
+        assert expected.overlay is not None
+        assert expected.overlay.layout == layout
         assert found.labels["overlay"].classes == expected.labels["overlay"].classes == NAMES[kind]
         assert found.how_made.split == split
         assert found.mean == pytest.approx(expected.mean)

@@ -265,16 +265,6 @@ def test_what_is_behind_the_end_mark_of_a_tar_is_told(
     assert f"x.tar: {said}" in done.stdout
 
 
-def test_a_size_of_more_digits_than_python_reads_ends_a_tar(tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "x.tar", "w", format=tarfile.PAX_FORMAT) as tar:
-        tar.addfile(tarfile.TarInfo("a"))
-        info = tarfile.TarInfo("b")
-        info.pax_headers = {"size": "9" * 5_000}
-        tar.addfile(info)
-    names = [member.name for member in read_contents(memoryview((tmp_path / "x.tar").read_bytes())).members]
-    assert names[0] == "a"
-
-
 def test_links_are_counted_and_named(tmp_path: Path) -> None:
     """`tar` packs a file that has another name in the tar as a hard link, without its content."""
     long_name = f"{'d' * 90}/{'e' * 90}.png"
