@@ -89,8 +89,16 @@ def encoded(number: int, kind: str = "JPEG", *, mode: str = "RGB") -> bytes:
     return file.getvalue()
 
 
-def sound(number: int, *, rate: int = 8_000, kind: str = "WAV", coding: str = "PCM_16", channels: int = 1) -> bytes:
-    points = np.random.default_rng(number).normal(scale=0.1, size=(rate // 2, channels))
+def sound(
+    number: int,
+    *,
+    rate: int = 8_000,
+    seconds: float = 0.5,
+    kind: str = "WAV",
+    coding: str = "PCM_16",
+    channels: int = 1,
+) -> bytes:
+    points = np.random.default_rng(number).normal(scale=0.1, size=(round(rate * seconds), channels))
     file = io.BytesIO()
     soundfile.write(file, points, rate, format=kind, subtype=coding)
     return file.getvalue()
@@ -108,10 +116,10 @@ def animals(form: str, *, num: int = 5, start: int = 0) -> dict[str, bytes]:
     return {form.format(c=c, i=i): encoded(start + 100 * n + i) for n, c in enumerate(ANIMALS) for i in range(num)}
 
 
-def packed(files: Mapping[str, bytes | str], form: int = tarfile.USTAR_FORMAT) -> bytes:
+def packed(files: Mapping[str, bytes | str]) -> bytes:
     """Return a tar of files in their order."""
     out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w", format=form) as tar:
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for name, content in files.items():
             data = content if isinstance(content, bytes) else content.encode()
             member = tarfile.TarInfo(name)
@@ -219,12 +227,12 @@ def labels_that_are_numbers(root: Path) -> None:
 # Tars
 
 
-def shards(root: Path, files: Mapping[str, bytes | str], form: int = tarfile.USTAR_FORMAT) -> None:
+def shards(root: Path, files: Mapping[str, bytes | str]) -> None:
     """Pack files in their order into a tar of train and one of test."""
     names = list(files)
     cut = len(names) * 2 // 3
     for split, some in (("train", names[:cut]), ("test", names[cut:])):
-        write(root, {f"{split}/{split}-000000.tar": packed({name: files[name] for name in some}, form)})
+        write(root, {f"{split}/{split}-000000.tar": packed({name: files[name] for name in some})})
 
 
 @accepted(12)

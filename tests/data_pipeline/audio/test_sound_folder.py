@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import logging
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,24 +15,10 @@ from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore
+from tests.data_pipeline import layouts
 from tests.data_pipeline.stored_samples import decode_sample
 
-
-def sound(
-    number: int,
-    *,
-    rate: int = 16_000,
-    seconds: float = 0.8,
-    kind: str = "WAV",
-    coding: str = "PCM_16",
-    channels: int = 1,
-) -> bytes:
-    points = np.random.default_rng(number).normal(0, 0.1, (round(rate * seconds), channels))
-    file = io.BytesIO()
-    soundfile.write(file, points, rate, format=kind, subtype=coding)
-    return file.getvalue()
-
-
+sound = partial(layouts.sound, rate=16_000, seconds=0.8)
 # One of each kind in each class and split, among sounds of the commonest kind.
 KINDS = {
     "a.wav": {},

@@ -438,15 +438,6 @@ def remote_dataset(tmp_path: Path, *, num_cached: int) -> tuple[Path, str, Remot
     return directory, f"file://{directory}", config
 
 
-def test_a_small_cache_is_enough_for_windows_of_shards(tmp_path: Path) -> None:
-    directory, location, config = remote_dataset(tmp_path, num_cached=4)
-    local = list(stream(directory, end_step=9, shuffle_shards=2))
-    piped = list(stream(location, end_step=9, shuffle_shards=2, num_workers=2, remote=config))
-    for ours, theirs in zip(local, piped, strict=True):
-        assert ours.keys == theirs.keys
-        assert torch.equal(ours.inputs_a, theirs.inputs_a)
-
-
 def test_shards_are_fetched_ahead_window_by_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked_for: list[list[int]] = []
     monkeypatch.setattr(SampleStore, "prefetch", lambda _, shards: asked_for.append(list(shards)))

@@ -69,7 +69,7 @@ def test_a_process_that_is_forked_after_a_fetch_fetches_too(server: FaultyServer
 @pytest.mark.parametrize("fault", ["drop", "truncate", "stall", "mute", 500, 429])
 def test_a_failure_that_passes_is_survived(server: FaultyServer, fault: Fault, tmp_path: Path) -> None:
     server.faults["file"] = [fault]
-    stall = 1.5 if fault in ("stall", "mute") else 10.0
+    stall = 1.0 if fault in ("stall", "mute") else 10.0
     assert fetched(f"{server.url}/file", tmp_path, stall=stall) == CONTENT
     assert server.requests == ["file", "file"]
 
@@ -88,7 +88,7 @@ def test_a_failure_that_stays_is_told(server: FaultyServer, fault: Fault, said: 
     server.faults["file"], server.for_ever = [fault], True
     start = time.monotonic()
     with pytest.raises(UserError, match=f"{server.url}/file .*{said}.*attempt 2"):
-        fetched(f"{server.url}/file", tmp_path, stall=1.0)
+        fetched(f"{server.url}/file", tmp_path, stall=0.5)
     assert time.monotonic() - start < 8.0
 
 

@@ -56,13 +56,6 @@ def test_a_digest_is_of_the_clean_picture_whatever_is_drawn_on_it(tmp_path: Path
     assert digests_of(tmp_path / "drawn").tolist() == expected
 
 
-def test_repeats_of_a_record_share_its_digest(tmp_path: Path) -> None:
-    build_dataset("procedural_shapes", tmp_path / "built", limit=7, repeats=3, num_samples_per_shard=5)
-    digests = digests_of(tmp_path / "built")
-    assert digests.tolist() == [*digests[:7].tolist()] * 3
-    assert len(set(digests.tolist())) == 7
-
-
 def test_digests_tell_sounds_apart_and_silence_has_none(tmp_path: Path) -> None:
     build_dataset("spoken_noise", tmp_path / "spoken", source="procedural", limit=10)
     assert len(set(digests_of(tmp_path / "spoken").tolist())) == 10
@@ -106,15 +99,6 @@ def test_shared_sources_are_counted_with_two_examples() -> None:
 
 
 # --- a test split that is cut from a folder
-
-
-def test_a_folder_without_splits_is_refused_unless_a_test_share_is_given(tmp_path: Path) -> None:
-    root = write_pictures(tmp_path / "root", num=3)
-    for split in ("train", "test"):
-        with pytest.raises(
-            UserError, match=r"root has no folders train and test, nor .*, so both splits would hold .* test_share=0\.2"
-        ):
-            build_dataset("folder", tmp_path / "out", root=root, split=split)
 
 
 def test_both_splits_of_a_cut_folder_are_all_pictures_once_and_say_how_they_were_cut(tmp_path: Path) -> None:

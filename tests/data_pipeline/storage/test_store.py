@@ -73,27 +73,6 @@ def test_written_samples_come_back(tmp_path: Path) -> None:
             decode(store, np.array([0, index]))
 
 
-def test_a_batch_is_in_the_order_asked_for(tmp_path: Path) -> None:
-    samples = random_samples(23)
-    store = SampleStore(build(tmp_path, samples))
-    wanted = [22, 0, 10, 10, 9, 3]
-    stored = decode(store, np.array(wanted))
-    assert stored.points_X is None
-    assert stored.pictures_BCHW is not None
-    assert stored.masks_BHW is not None
-    assert stored.pictures_BCHW.is_contiguous()
-    assert stored.index_B.tolist() == wanted
-    assert stored.labels["base"].tolist() == [samples[index].labels["base"] for index in wanted]
-    assert stored.labels["overlay"].tolist() == [samples[index].labels["overlay"] for index in wanted]
-    pictures_BHWC = stored.pictures_BCHW.permute(0, 2, 3, 1).numpy()
-    np.testing.assert_array_equal(pictures_BHWC, np.stack([samples[index].content for index in wanted]))
-    for mask_HW, index in zip(stored.masks_BHW.numpy(), wanted, strict=True):
-        np.testing.assert_array_equal(mask_HW, samples[index].mask)
-    none = decode(store, np.array([], dtype=np.int64))
-    assert none.pictures_BCHW is not None
-    assert none.pictures_BCHW.shape == (0, 3, 8, 8)
-
-
 @pytest.mark.parametrize(("overlay", "dtype"), [("none", torch.int16), ("baked", torch.float32)])
 def test_sounds_come_in_their_own_lengths(
     tmp_path: Path, overlay: Literal["none", "baked"], dtype: torch.dtype

@@ -61,19 +61,3 @@ def test_several_directories_are_a_mixture(directory: Path, tmp_path: Path, caps
     assert sum(key < 25 for key in keys) == 3 * num_steps
     with pytest.raises(UserError, match=r"--weights must be 2 positive numbers, one for each DIR, got \[1\.0\]"):
         traced(directory, capsys, "--weights", "1", more=[tmp_path / "more"])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--ranks", "3"], "global_batch_size 4 cannot be divided by 3 ranks"),
-        (["--workers", "-1"], "argument --workers: '-1' is not a whole number"),
-        (["--from-step", "6"], "--from-step 6 is past the epoch's 6 steps; use 0 to 5"),
-    ],
-)
-def test_wrong_numbers_are_refused(
-    directory: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
-        traced(directory, capsys, *options)
-    assert capsys.readouterr().out == ""

@@ -114,16 +114,6 @@ def test_a_dataset_that_is_built_needs_no_other_command(look: Looker) -> None:
     assert look.call("verify", "data/photos/train").status == 0
 
 
-@pytest.mark.parametrize(
-    ("path", "mend"),
-    [("nowhere", "does not exist"), ("none.csv", "does not exist")],
-)
-def test_what_cannot_be_looked_at_says_what_to_name(path: str, mend: str, look: Looker) -> None:
-    done = look(path)
-    assert done.status == 2
-    assert mend in done.stderr
-
-
 def test_what_is_left_out_is_said(look: Looker) -> None:
     write(look.directory, animals("{c}/{i}.jpg") | {"more.zip": b"PK\x03\x04", "notes.txt": b"x", "noname": encoded(9)})
     (look.directory / "cat" / "broken.jpg").symlink_to("nowhere")

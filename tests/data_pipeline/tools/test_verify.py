@@ -11,15 +11,15 @@ import pytest
 
 from data_pipeline.__main__ import main
 from data_pipeline.building.build import build_dataset
-from data_pipeline.core.errors import UserError
 from data_pipeline.loading.decode import decode
 from data_pipeline.remote import fetch
 from data_pipeline.storage.index import SAMPLES_NAME, labels_name
 from data_pipeline.storage.manifest import Manifest, load_manifest
 from data_pipeline.storage.store import SampleStore
+from tests.commands import Call
 from tests.data_pipeline.remote.http_server import serve
 from tests.data_pipeline.stored_samples import find_problems as problems
-from tests.tiny_data import change_file, damage, write_tiny_dataset, write_tiny_sounds
+from tests.tiny_data import change_file, damage, write_tiny_sounds
 
 SHARD = "shard-00001.tar"  # holds samples 10 to 19 of 30
 
@@ -79,13 +79,6 @@ def test_any_flipped_byte_is_found(copy: Path) -> None:
         data[position] ^= 1
 
 
-def test_a_missing_file_is_named(copy: Path) -> None:
-    (copy / SHARD).unlink()
-    (missing,) = problems(copy)
-    assert missing.startswith(f"{SHARD}: ")
-    assert "not there" in missing
-
-
 @pytest.mark.parametrize("name", [SAMPLES_NAME, labels_name("base"), "source_digests.bin", "tars.sha256"])
 def test_a_changed_file_beside_the_tars_is_found(name: str, copy: Path) -> None:
     content = bytearray((copy / name).read_bytes())
@@ -118,42 +111,23 @@ def test_sounds_are_verified(tmp_path: Path, overlay: Literal["none", "baked"]) 
     assert any(problem.startswith(f"{SHARD}: 00000012: ") for problem in problems(directory))
 
 
-def test_the_assets_of_an_online_overlay_are_verified(tmp_path: Path) -> None:
-    directory = write_tiny_dataset(tmp_path / "online", num_samples=20, overlay="online")
-    assert problems(directory) == []
-    path = directory / "overlay.safetensors"
-    path.write_bytes(path.read_bytes() + b" ")
-    with pytest.raises(UserError, match=r"overlay\.safetensors is not the file"):
-        problems(directory)
-
-
-def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, location: str) -> tuple[int, list[str]]:
-    """Exit status and output of `verify`."""
-    monkeypatch.setattr("sys.argv", ["data_pipeline", "verify", location])
-    status = 0
-    try:
-        main()
-    except SystemExit as exit_:
-        status = int(str(exit_.code))
-    return status, capsys.readouterr().out.splitlines()
-
-
 @pytest.mark.usefixtures("no_pauses")
 @pytest.mark.parametrize("scheme", ["http", "file"])
 def test_every_location_that_can_be_trained_from_is_verified(
-    scheme: str, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    scheme: str, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # of the cache
     with serve(copy) as server:
         location = server.url if scheme == "http" else f"file://{copy}"
-        status, lines = said(capsys, monkeypatch, location)
-        assert (status, len(lines)) == (0, 1)
-        assert lines[0].startswith(f"{location} is sound: 30 samples in 3 shards")
+        done = call(main, "verify", location)
+        assert done.status == 0
+        assert done.stdout.startswith(f"{location} is sound: 30 samples in 3 shards")
         for path in tmp_path.glob("feature-dropout-*/dataset-*/tar-*"):
             path.unlink()
         change_member(copy, "00000012.png", lambda _: b"")
-        status, lines = said(capsys, monkeypatch, location)
-    assert status == 1
+        done = call(main, "verify", location)
+    assert done.status == 1
+    lines = done.stdout.splitlines()
     assert lines[0].startswith(f"{SHARD}: ")
     assert "sha256" in lines[0]
     assert lines[1].startswith(f"{location} has 1 problem: 20 of 30 samples sound in 3 shards")
