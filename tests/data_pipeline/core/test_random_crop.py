@@ -14,14 +14,11 @@ from torchvision.transforms import v2
 
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.random_crop import CropLaw, random_resized_crops
+from tests.data_pipeline.building.draws import keys_of as keys
 from tests.trainer.views.kolmogorov import ks_p_value
 
 NUM = 2000
 LAW = CropLaw((0.08, 1.0), (3 / 4, 4 / 3), purpose=0)  # the default of torchvision
-
-
-def keys(num: int, *, seed: int = 0, epoch: int = 0, view: int = 0) -> DrawKeys:
-    return DrawKeys(seed=seed, epoch=epoch, index_B=torch.arange(num), view=view)
 
 
 def same_size(num: int, height: int, width: int) -> Tensor:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from configs import resolve_recipe
@@ -50,11 +49,6 @@ def test_a_view_is_the_picture_without_one_of_the_masks_that_share_it_out() -> N
     is_it = torch.isclose(candidates, views, rtol=1e-12, atol=0).all(dim=(2, 3, 4))
     assert torch.equal(is_it.sum(0), torch.ones(60, dtype=torch.int64))
     assert is_it.sum(1).min() > 10  # each mask is drawn
-    with torch.no_grad():
-        assert torch.equal(policy(x, keys(60)), views)
-        torch.testing.assert_close(policy(x[30:], DrawKeys(3, 1, torch.arange(30, 60), 0)), views[30:])
-        for others in (keys(60, view=1), keys(60, epoch=2)):
-            assert not torch.equal(policy(x, others), views)
 
 
 def published_penalty(masks_BNHW: Tensor) -> Tensor:
@@ -146,13 +140,8 @@ def test_the_network_learns_to_hide_what_the_encoder_reads() -> None:
     assert right_BN.gather(1, hides_left_B).max() < 0.2
 
 
-def test_settings_and_pictures_without_a_meaning_are_refused() -> None:
-    for wrong in ({"num_masks": 1}, {"base_width": 12}, {"sparsity_weight": -1}):
-        with pytest.raises(ValidationError):
-            AdversarialMaskConfig.model_validate(wrong)
+def test_pictures_that_are_too_small_and_sounds_are_refused() -> None:
     with pytest.raises(ValueError, match="need pictures of 8 x 8 or more, got 7 x 20"):
         AdversarialMaskConfig().check_image_size(height=7, width=20)
     with pytest.raises(UserError, match='"adversarial_mask" are for pictures, not for sounds'):
         resolve_recipe("audio:spectral", ["views={kind: adversarial_mask}", "adversary={}"])
-    with pytest.raises(UserError, match="need section"):
-        resolve_recipe("debug:image", ["views={kind: adversarial_mask}"])

@@ -308,38 +308,6 @@ def test_compositions_that_cannot_work_are_refused(config: dict[str, Any], messa
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        (
-            "views={kind: pair, first: {kind: expert_image}, second: {kind: viewmaker}}",
-            'views of kind "pair" need section `adversary`',
-        ),
-        (
-            "views={kind: sequence, parts: [{kind: expert_image}, {kind: viewmaker, bugdet: 1}]}",
-            'unknown key "views.parts[1].bugdet"',
-        ),
-        (
-            "views={kind: by_epoch, policies: [{kind: expert_image}]}",
-            "views.policies",
-        ),
-        (
-            "views={kind: by_epoch, policies: [{kind: expert_image}, {kind: random_mask}, {kind: expert_image}]}",
-            "views.policies has 3 policies, each for an epoch, but num_epochs is 2; set num_epochs=3 or more",
-        ),
-        (
-            "views={kind: pair, first: {kind: spectral}, second: {kind: expert_image}}",
-            'views of kind "spectral" are for sounds, not for pictures',
-        ),
-    ],
-)
-def test_a_user_reads_one_sentence(override: str, message: str) -> None:
-    with pytest.raises(UserError) as raised:
-        resolve_recipe("debug:image", [override])
-    assert message in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
     "objective",
     ["{kind: instance_discrimination, num_negatives: 5}", "{kind: moco, queue_size: 64, direction: one_way}"],
 )
@@ -356,10 +324,19 @@ def test_a_viewmaker_of_a_view_that_is_not_trained_is_refused(member: str, objec
     resolve("{kind: expert_image}", member, "{kind: nt_xent}")
 
 
-def test_an_adversary_without_a_viewmaker_is_refused() -> None:
-    views = "views={kind: sequence, parts: [{kind: expert_image}]}"
-    with pytest.raises(UserError, match='views of kind "sequence" take no section `adversary`'):
-        resolve_recipe("debug:viewmaker", [views])
+def test_views_and_the_settings_beside_them_are_checked_together() -> None:
+    part = "{kind: expert_image}"
+    for recipe, views, said in (
+        (
+            "debug:viewmaker",
+            f"{{kind: sequence, parts: [{part}]}}",
+            'views of kind "sequence" take no section `adversary`',
+        ),
+        ("debug:image", f"{{kind: pair, first: {part}, second: {{kind: viewmaker}}}}", "need section `adversary`"),
+        ("debug:image", f"{{kind: by_epoch, policies: [{part}, {part}, {part}]}}", "num_epochs is 2; set num_epochs=3"),
+    ):
+        with pytest.raises(UserError, match=said):
+            resolve_recipe(recipe, [f"views={views}"])
 
 
 def test_sounds_may_be_paired_but_have_no_sequence() -> None:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from pydantic import ValidationError
 from torch import Tensor
 
 from data_pipeline.audio.log_mel import AUDIOMNIST, FSDD, MelConfig, audible_frames
 from data_pipeline.core.counter_rng import DrawKeys
+from tests.data_pipeline.building.draws import keys_of as keys
 from tests.trainer.views.kolmogorov import ks_p_value
 from trainer.views.expert_audio import (
     MaskDraws,
@@ -38,10 +38,6 @@ POLICIES = pytest.mark.parametrize(
     ],
     ids=["spectral", "waveform", "speed and pitch"],
 )
-
-
-def keys(num: int, *, seed: int = 0, epoch: int = 0, view: int = 0) -> DrawKeys:
-    return DrawKeys(seed=seed, epoch=epoch, index_B=torch.arange(num), view=view)
 
 
 def sounds(num: int, mel: MelConfig, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -313,26 +309,3 @@ def test_views_are_made_without_waiting_for_the_device() -> None:
 def test_other_inputs_are_refused(policy: Spectral | Waveform, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"need waveforms \(B, 8333\), got \(2, "):
         policy(torch.zeros(shape), keys(2))
-
-
-def test_a_mask_of_everything_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_masked_frames is 64, but it must be below 64"):
-        SpectralConfig(max_masked_frames=64).check_medium(FSDD)
-    small = FSDD.model_copy(update={"num_mels": 32})
-    with pytest.raises(ValueError, match="max_masked_bands is 39, but it must be below 32"):
-        SpectralConfig().check_medium(small)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"kept": (0.5, 0.2)},
-        {"kept": (0.5, 1.5)},
-        {"speed": (0.1, 1)},
-        {"semitones": (2, 1)},
-        {"noise_std": -1},
-    ],
-)
-def test_waveform_config_refuses_what_makes_no_sense(wrong: dict[str, object]) -> None:
-    with pytest.raises(ValidationError):
-        WaveformConfig.model_validate(wrong)

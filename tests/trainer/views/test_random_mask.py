@@ -7,14 +7,10 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from data_pipeline.core.counter_rng import DrawKeys
+from tests.data_pipeline.building.draws import keys_of as keys
 from trainer.views.random_mask import RandomMask, RandomMaskConfig, coins
 
 CONFIGS = [RandomMaskConfig(), RandomMaskConfig(rescale=False)]
-
-
-def keys(num: int, *, seed: int = 0, epoch: int = 0, view: int = 0) -> DrawKeys:
-    return DrawKeys(seed=seed, epoch=epoch, index_B=torch.arange(num), view=view)
 
 
 def pictures(num: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -60,13 +56,6 @@ def test_every_value_is_kept_with_probability_one_half_and_independently() -> No
         assert counts.max() <= high
     kept = keep.flatten(1).sum(dim=1).double()  # 2 / num: the variance of a variance, of a law that is nearly normal
     assert abs(kept.var() / (entries / 4) - 1) < 4 * (2 / num) ** 0.5
-
-
-@pytest.mark.parametrize("other", [keys(32, epoch=1), keys(32, seed=1), keys(32, view=2), keys(32, view=3)])
-def test_every_epoch_seed_and_pair_has_a_mask_of_its_own(other: DrawKeys) -> None:
-    policy, x = RandomMask(RandomMaskConfig()), pictures(32)
-    agree = ((policy(x, keys(32)) != 0) == (policy(x, other) != 0)).double().mean()
-    assert abs(agree - 0.5) < 4 * 0.5 / x.numel() ** 0.5
 
 
 def test_pictures_stay_as_they_were_and_get_the_gradient_of_what_is_kept() -> None:
