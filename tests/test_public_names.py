@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.core.imports import imported_when_used
 from tests.public_names import FURTHER, lines, packages
 
 ROOT = Path(__file__).parent.parent
@@ -42,11 +41,3 @@ def test_the_page_on_ones_own_code_needs_only_names_that_are_kept() -> None:
     for module, named in re.findall(r"^from ((?:data_pipeline|trainer)\S*) import (.*)$", page, flags=re.MULTILINE):
         kept = FURTHER.get(module) or importlib.import_module(module).__all__
         assert not set(named.split(", ")) - set(kept), module
-
-
-def test_a_name_is_imported_at_its_first_use_only() -> None:
-    get = imported_when_used("data_pipeline", {"core.errors": "nearest gone"})
-    assert get("nearest") is importlib.import_module("data_pipeline.core.errors").nearest
-    for name, message in (("other", "module 'data_pipeline' has no attribute 'other'"), ("gone", "gone")):
-        with pytest.raises(AttributeError, match=message):
-            get(name)

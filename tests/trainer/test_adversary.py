@@ -6,18 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 
 from configs import resolve_recipe
-from data_pipeline.core.errors import UserError
-from tests.gloo import run_ranks
 from tests.tiny_data import on_data, write_tiny_pair
-from trainer.adversary import AdversaryConfig, reverse_gradient
-from trainer.optim.optimizers import (
-    AdamConfig,
-    SGDConfig,
-)
+from trainer.adversary import reverse_gradient
 from trainer.run_dir import RunDir
 from trainer.train import train
 
@@ -42,29 +35,6 @@ def test_one_backward_equals_two(weight: float) -> None:
             torch.testing.assert_close(parameter.grad, gradient, atol=1e-14, rtol=1e-14)
 
 
-def test_going_forward_it_is_the_identity() -> None:
-    x = torch.randn(3, 4, requires_grad=True)
-    y = reverse_gradient(x, 2.0)
-    assert torch.equal(x, y)
-    (gradient,) = torch.autograd.grad(y.sum(), x)
-    assert torch.equal(gradient, torch.full((3, 4), -2.0))
-
-
-def test_by_default_both_players_share_a_pass_with_the_published_weight_and_optimizer() -> None:
-    """The published code takes turns (`alternating`): a pass for the encoder, then one for the viewmaker."""
-    config = AdversaryConfig()
-    assert config.update == "simultaneous"
-    assert (config.weight, config.freeze_step, config.viewmaker_steps) == (1.0, None, 1)
-    assert config.optimizer == AdamConfig(learning_rate=1e-3, betas=(0.9, 0.999), weight_decay=0.0)
-
-
-def test_config_survives_json_and_refuses_a_negative_weight() -> None:
-    config = AdversaryConfig(update="alternating", optimizer=SGDConfig(learning_rate=0.1))
-    assert AdversaryConfig.model_validate_json(config.model_dump_json()) == config
-    with pytest.raises(ValidationError):
-        AdversaryConfig(weight=-1.0)
-
-
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("more", "learns"),
@@ -84,29 +54,3 @@ def test_the_logged_learning_rate_of_a_viewmaker_that_does_not_learn_is_0(
     assert [line["optim/viewmaker_learning_rate"] > 0 for line in metrics] == learns
     assert ["train/viewmaker_loss" in line for line in metrics] == learns
     assert all(line["optim/encoder_learning_rate"] > 0 for line in metrics)
-
-
-def train_with_a_viewmaker_that_diverges(data: Path, directory: Path, update: str) -> str:
-    """Train, and return the error message."""
-    settings = {
-        "data.train_dir": data / "train",
-        "data.test_dir": data / "test",
-        "global_batch_size": 16,
-        "max_skipped_in_a_row": 2,
-        "tracking.wandb": "disabled",
-        "adversary.update": update,
-        "adversary.optimizer.learning_rate": "1e30",
-    }
-    config = resolve_recipe("debug:viewmaker", [f"{name}={value}" for name, value in settings.items()])
-    with pytest.raises(UserError) as told:
-        train(config, RunDir(directory), device=torch.device("cpu"), command="test")
-    return str(told.value)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("update", ["simultaneous", "alternating"])
-def test_a_viewmaker_that_diverges_ends_training_in_a_sentence(update: str, tmp_path: Path) -> None:
-    data = write_tiny_pair(tmp_path / "data", num_train=160, num_test=20)
-    (told,) = run_ranks(train_with_a_viewmaker_that_diverges, 1, data, tmp_path / "run", update)
-    assert "not finite in 2 steps in a row" in told
-    assert "lower the learning rate" in told

@@ -7,21 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs import debug, resolve_recipe
+from configs import debug
 from data_pipeline.building.build import build_dataset
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.overlays.bits import Bits
 from data_pipeline.storage.manifest import Manifest
-from tests.commands import Call
-from tests.trainer.test_tars import settings
-from trainer import probe
 from trainer.data import Manifests
 from trainer.mixture import MixtureManifest
 from trainer.open_settings import decide, decisions_to_record, input_size, normalization_of
 from trainer.preflight import check_manifests
-from trainer.run_dir import RunDir
-from trainer.train import train
 from trainer.views.expert_image import ExpertImage, ExpertImageConfig
 
 
@@ -68,18 +63,3 @@ def test_bits_survive_a_crop() -> None:
     views = ExpertImage(crop_only)(with_bits, keys)
     torch.testing.assert_close(views[:, 1:], with_bits[:, 1:], rtol=0, atol=1e-6)
     assert not torch.equal(views[:, 0], with_bits[:, 0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("views", ["expert_image", "viewmaker"])
-def test_a_run_on_pictures_that_are_not_square_is_trained_and_probed(views: str, tmp_path: Path, call: Call) -> None:
-    for split, limit in (("train", 48), ("test", 20)):
-        build_dataset("procedural_dominoes", tmp_path / split, split=split, limit=limit, overlay="online")
-    narrow = ["views={kind: viewmaker, base_width: 4, num_res_blocks: 1}", "adversary={}"]
-    chosen = narrow if views == "viewmaker" else [f"views.kind={views}"]
-    config = resolve_recipe("debug:image", settings(tmp_path, "num_epochs=1", "data.overlay=online", *chosen))
-    run_dir = RunDir(tmp_path / "run")
-    train(config, run_dir, device=torch.device("cpu"), command="train")
-    probed = call(probe.main, run_dir.path)
-    assert probed.status == 0, probed.stderr
-    assert "label_overlay" in probed.stdout

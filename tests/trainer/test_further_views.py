@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-import pytest
 import torch
 from torch import Tensor
 
 from configs import resolve_recipe
 from data_pipeline.core.batch import Batch
-from data_pipeline.core.errors import UserError
 from trainer.build import Training, assemble
 from trainer.modules import build_modules
 from trainer.objectives import BaseObjectiveConfig, Objective, ObjectiveInputs, ObjectiveOutput, ViewPair
@@ -111,15 +109,3 @@ def test_an_objective_of_samples_gets_the_pictures_without_a_view() -> None:
     ((pair, (_, _, z_BD)),) = objective.seen
     assert torch.equal(pair.further_views[0], batch().inputs_a.float() / 255)
     torch.testing.assert_close(z_BD, training.modules.encoder(pair.further_views[0].double()).detach())
-
-
-@pytest.mark.parametrize(
-    ("recipe", "override", "why"),
-    [
-        ("debug:image", "encoder.late_pruning={}", "and takes no samples"),
-        ("debug:audio", "name=sounds", "is for pictures, not for sounds"),
-    ],
-)
-def test_what_cannot_have_samples_as_negatives_is_refused(recipe: str, override: str, why: str) -> None:
-    with pytest.raises(UserError, match=why):
-        resolve_recipe(recipe, ["objective={kind: nt_xent, negatives: samples}", override])

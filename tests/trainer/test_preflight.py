@@ -23,7 +23,7 @@ from trainer.config_changes import MAY_CHANGE
 from trainer.data import read_manifests
 from trainer.distributed.collectives import on_first_rank, rank
 from trainer.modules import build_modules, memory_format
-from trainer.preflight import check_data, check_input_shape
+from trainer.preflight import check_data
 from trainer.pretrained import load_encoder
 from trainer.reports.config_identity import NOT_IDENTITY, config_identity
 from trainer.run_dir import Hold, RunDir, hold, is_held, steps_in, write_json
@@ -135,27 +135,6 @@ def test_a_vision_transformer_on_pictures_of_another_size_is_one_sentence(tmp_pa
     )
     assert not (tmp_path / "run").exists()
     check_data(vit.override(["encoder.options.img_size=16"], where="x"))
-
-
-@pytest.mark.parametrize(
-    ("height", "width", "overrides", "said"),
-    [
-        (30, 32, ["views.kind=viewmaker", "adversary={}"], "multiples of 4, at least 8, got 30 x 32"),
-        (8, 12, ["views.kind=viewmaker", "views.downsample_to=8", "adversary={}"], "downsample_to=8 needs"),
-    ],
-)
-def test_pictures_of_a_size_that_cannot_be_trained_on_are_refused(
-    height: int, width: int, overrides: list[str], said: str, config: RunConfig
-) -> None:
-    message = refusal(of_size(config.override(overrides, where="x"), height, width))
-    assert message.startswith(f"{config.data.train_dir}: ")
-    assert said in message
-
-
-def test_colours_of_pictures_without_three_channels_are_refused(config: RunConfig) -> None:
-    one = config.override(["encoder.in_channels=1", "encoder.mean=null", "encoder.std=null"], where="x")
-    with pytest.raises(UserError, match=r"^digits: colour jitter and grayscale need pictures of 3 channels, got 1; "):
-        check_input_shape(one, height=16, width=16, where="digits")
 
 
 @pytest.mark.parametrize(

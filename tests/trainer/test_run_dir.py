@@ -18,7 +18,7 @@ from data_pipeline.core.errors import UserError
 from launch.states import status_of
 from tests.trainer.reports.made_runs import make_run
 from trainer.checkpoint.save import CheckpointWriter
-from trainer.run_dir import RunDir, TakenError, hold, is_held, steps_in, write_atomically
+from trainer.run_dir import RunDir, TakenError, hold, is_held, steps_in
 from trainer.training_log import open_tracker
 
 GOOD = {"step": 3, "epoch": 0, "train/loss": 1.5}
@@ -181,9 +181,3 @@ def test_a_process_of_another_machine_is_known_by_its_heartbeat(
         writer.save(1, engines={}, objective_state={})
     assert not run_dir.checkpoint(1).exists()
     second.close()
-
-
-def test_text_that_utf8_cannot_hold_is_written(tmp_path: Path) -> None:
-    """For example the command line may have a file name of other bytes."""
-    write_atomically(tmp_path / "text", "caf\udce9")
-    assert (tmp_path / "text").read_text() == "caf\\udce9"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from tests.killed_runs import kill_after
 from tests.old_versions import needs_fsdp
 from tests.small_encoder import CONVNET, convnet
 from tests.tiny_data import on_data, write_tiny_pair, write_tiny_sound_pair
-from trainer.build import build_training
 from trainer.config import RunConfig
 from trainer.data import open_stream
 from trainer.modules import build_modules
@@ -259,45 +257,3 @@ def test_bfloat16_changes_the_loss_by_their_rounding_only(data: Path, tmp_path: 
         losses[name] = [entry["train/loss"] for entry in RunDir(tmp_path / name).read_metrics()]
     assert losses["fast"] != losses["plain"]
     np.testing.assert_allclose(losses["fast"][:2], losses["plain"][:2], rtol=0.03)
-
-
-def one_step(config: RunConfig) -> tuple[dict[str, dict[str, Any]], Any]:
-    training = build_training(config, num_samples=NUM_TRAIN, device=torch.device("cpu"))
-    before = {
-        name: {key: value.clone() for key, value in module.state_dict().items()}
-        for name, module in training.modules.trained_modules.items()
-    }
-    return before, (training.modules, training.engines, training.step)
-
-
-def first_batch(config: RunConfig) -> Any:
-    return next(iter(open_stream(config.data, global_batch_size=16, seed=0, end_step=1)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("still", ["encoder", "viewmaker"])
-def test_in_the_alternating_game_a_player_moves_in_its_own_half_only(still: str, data: Path) -> None:
-    """With a learning rate of 0 for one player, that player stays bit-identical although the other one trains."""
-    config = configure(data, *STEPS["alternating"])
-    before, (modules, _, step) = one_step(config)
-    rates = {"encoder": 0.1, "viewmaker": 0.1} | {still: 0.0}
-    step(first_batch(config), learning_rates=rates)
-    for name, module in modules.trained_modules.items():
-        same = [torch.equal(before[name][key], value) for key, value in dict(module.named_parameters()).items()]
-        assert all(same) if name == still else not all(same)
-        assert all(parameter.grad is None for parameter in module.parameters())
-
-
-@pytest.mark.slow
-def test_the_players_pull_in_opposite_directions(data: Path) -> None:
-    """On one batch held fixed, the encoder's own step lowers the loss and the viewmaker's own step raises it."""
-    config = configure(data, "debug:viewmaker", ["optimizer.momentum=0", "optimizer.weight_decay=0"])
-    batch = first_batch(config)
-    change = {}
-    for player in ("encoder", "viewmaker"):
-        _, (_, _, step) = one_step(config)
-        rates = {"encoder": 0.0, "viewmaker": 0.0} | {player: 1e-2 if player == "encoder" else 1e-4}
-        first = step(batch, learning_rates=rates).metrics["train/loss"]
-        second = step(batch, learning_rates=rates).metrics["train/loss"]
-        change[player] = (second - first).item()
-    assert change["encoder"] < 0 < change["viewmaker"]

@@ -61,6 +61,10 @@ def moco_of_lightly(network: nn.Module) -> dict[str, Any]:
 FILES: dict[str, tuple[str, Callable[[nn.Module], Mapping[str, Any]]]] = {
     "torchvision": ("a.pth", lambda net: net.state_dict()),
     "safetensors": ("a.safetensors", lambda net: net.state_dict()),
+    "torch before 1.0": (
+        "a.pth",
+        lambda net: {name: x for name, x in net.state_dict().items() if not name.endswith("num_batches_tracked")},
+    ),
     "lightly": ("a.ckpt", moco_of_lightly),
     "MoCo": (
         "a.pth.tar",

@@ -193,17 +193,6 @@ def test_a_run_without_a_probe_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     assert "No run has been probed yet" in text_of(html)
 
 
-def test_runs_of_two_datasets_are_in_pictures_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = make_run(tmp_path / "a", trained={"base": [0.4]}, name="a")
-    other = PROVENANCE | {"train_manifest_sha256": "c" * 64}
-    second = make_run(tmp_path / "b", trained={"base": [0.5]}, name="b", provenance=other)
-    for path in RunDir(second).all_probes.rglob("*.json"):
-        write_json(path, json.loads(path.read_text()) | {"train_manifest_sha256": "c" * 64})
-    html = report(monkeypatch, tmp_path / "r.html", first, second)
-    assert html.count('<figure class="panel">') == 2 * 2
-    assert "is ahead of" not in html
-
-
 def test_names_are_text_not_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = PROVENANCE | {"command": "train <i>x</i>"}
     titles = {"base": HOSTILE}
@@ -307,21 +296,6 @@ def test_the_report_at_wandb_is_made_once_and_then_renewed(
     assert sent_page.metadata.run_sets[0].filters["filters"][0]["value"] == [report_id]
     sent = [name for name in report_run.files if name.startswith("media/html/report_")]
     assert report_run.files[sent[-1]] == page.read_bytes()
-
-
-@pytest.mark.parametrize("lacks", ["library", "login"])
-def test_without_library_or_login_the_page_is_there_and_one_sentence(
-    lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if lacks == "library":
-        monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
-    monkeypatch.setattr("wandb.login", lambda prompt: False)
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    run, page = make_run(tmp_path / "run", trained={"base": [0.4]}), tmp_path / "r.html"
-    monkeypatch.setattr(sys, "argv", ["report", str(run), "--out", str(page), "--wandb"])
-    with pytest.raises(UserError, match=r"reports\]'" if lacks == "library" else "login"):
-        main()
-    assert page.is_file()
 
 
 @pytest.mark.slow

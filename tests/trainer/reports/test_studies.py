@@ -187,12 +187,6 @@ def test_two_configurations_never_fill_one_cell(tmp_path: Path, monkeypatch: pyt
         page_of("table1", tmp_path, monkeypatch)
 
 
-def test_an_unknown_study_is_answered_with_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_run(tmp_path / "runs" / "run", trained={"base": [0.5]})
-    with pytest.raises(UserError, match="table2"):
-        page_of("tabel2", tmp_path, monkeypatch)
-
-
 def test_the_tables_have_the_published_numbers() -> None:
     cells = {
         (line["study"], line["run"], line["label"]): (line["mean"], line["deviation"])

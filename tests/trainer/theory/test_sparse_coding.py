@@ -112,16 +112,6 @@ def even_atoms(*, num_seeds: int, num_features: int, num_pixels: int) -> Tensor:
     return atoms_SDP
 
 
-def test_growth_matrix_of_evenly_spread_atoms() -> None:
-    atoms_SDP = even_atoms(num_seeds=1, num_features=16, num_pixels=256)
-    with_mask = growth_matrix(atoms_SDP, probability=0.1, noise_variance=0.1)
-    along, across = growth_rates(with_mask, atoms_SDP)
-    assert along.item() == pytest.approx(0.1 * (1 - 16 / 256))
-    assert across.item() == pytest.approx(-0.1 * 16 / 256)
-    without = growth_matrix(atoms_SDP, probability=0.1, noise_variance=0.1, mask_share=0.0)
-    assert [rate.item() for rate in growth_rates(without, atoms_SDP)] == pytest.approx([0.2, 0.1])
-
-
 def test_growth_matrix_equals_the_mean_over_sampled_views() -> None:
     """Each entry agrees within five standard errors of the mean of products."""
     D, P, num = 4, 12, 40_000
