@@ -47,7 +47,8 @@ class StopRequests:
 
     Only a second SIGINT ends it, by a KeyboardInterrupt.
 
-    Open it in the main thread, before any other code handles these signals. Closing it restores the previous handlers.
+    Every rank must open it in its main thread, before any other code handles these signals. Closing it restores the
+    previous handlers.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
@@ -55,11 +56,11 @@ class StopRequests:
         self._warned_by: signal.Signals | None = None
         self._is_interrupted = False
         self._before: dict[signal.Signals, Any] = {}
-        self._any_rank: AnyRank | None = None
         self._launcher = next((launcher for name, launcher in _LAUNCHERS.items() if name in environ), None)
         self._parent = os.getppid()
 
     def __enter__(self) -> Self:
+        self._any_rank = AnyRank()  # not in the loop: a rank would wait there for one that fails in the first step
         self._before = {number: signal.signal(number, self._note) for number in WARNINGS if not _is_nohup(number)}
         return self
 
@@ -85,14 +86,12 @@ class StopRequests:
     def agreed(self) -> bool:
         """Return whether all ranks stop now, because some rank had a request at the previous call.
 
-        Every rank must call this after each step. Only the first call may wait for other ranks.
+        Every rank must call this after each step.
         """
         # Triton's compiler, in the first step of a compiled network on a GPU, puts handlers of its own in the place of
         # all these, behind Python's back. SIGUSR1 would have no effect from then on.
         for number in self._before:
             signal.signal(number, self._note)
-        if self._any_rank is None:
-            self._any_rank = AnyRank()
         return self._any_rank.next(self.is_noted())
 
     def _has_lost_its_launcher(self) -> bool:

@@ -10,7 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from tests.gloo import run_ranks
+from trainer.distributed.collectives import rank
 from trainer.fault_tolerance.preemption import StopRequests
 
 
@@ -102,3 +106,18 @@ def test_a_run_under_nohup_outlives_its_terminal(set_hangup: Callable[[Any], Any
         assert not requests.agreed()
         assert not requests.agreed()
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def ask_before_rank_0() -> bool:
+    with StopRequests({}) as requests:
+        if rank() == 0:
+            dist.recv(torch.empty(1), src=1)
+        requests.agreed()
+        if rank() == 1:
+            dist.send(torch.ones(1), dst=0)
+        return requests.agreed()
+
+
+@pytest.mark.ranks
+def test_no_question_waits_for_a_rank_that_may_have_failed_in_the_first_step() -> None:
+    assert run_ranks(ask_before_rank_0, 2, timeout_s=20) == [False, False]
