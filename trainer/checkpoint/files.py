@@ -8,6 +8,7 @@ never runs code from it; a file that was cut or changed is never loaded. Open on
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -154,9 +155,12 @@ def read_states(
 
 
 def flush(path: Path) -> None:
-    """Flush a file or directory to the disk."""
+    """Flush a file or directory to the disk. Raises `OSError`, but not if the file system flushes no directories."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # of 9p (WSL 2) and of shared folders of virtual machines
+            raise
     finally:
         os.close(descriptor)

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import shutil
+import stat
 import subprocess
 import threading
 import time
@@ -298,6 +299,21 @@ def test_the_newest_whole_ones_are_kept(tmp_path: Path) -> None:
     cut(run_dir.checkpoint(20))
     save(run_dir, 25, engines=engines)
     assert sorted(path.name for path in run_dir.checkpoints.iterdir()) == ["step_00000010", "step_00000025"]
+
+
+def test_a_file_system_that_flushes_no_directories_keeps_checkpoints_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flush = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    save(RunDir(tmp_path), 1, engines=tiny())
+    assert restore_tiny(RunDir(tmp_path)) == 1
 
 
 def test_what_cannot_be_removed_is_no_reason_not_to_save(
