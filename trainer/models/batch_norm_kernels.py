@@ -122,8 +122,11 @@ def _combine_kernel(
     count = tl.load(parts_ptr + part_place + last, part < num_parts, other=0.0)
     total = tl.sum(count, 0)
     tl.store(stats_ptr + last, total)
+    running_mean, running_var = 0.0, 0.0
     if RUNNING:
-        tl.store(num_batches_ptr, tl.load(num_batches_ptr) + num_groups, tl.program_id(0) == 0)
+        tl.atomic_add(num_batches_ptr, num_groups.to(tl.int64), tl.program_id(0) == 0, sem="relaxed")
+        running_mean = tl.load(running_mean_ptr + channel, known).to(tl.float32)
+        running_var = tl.load(running_var_ptr + channel, known).to(tl.float32)
     share = (count / total)[:, None]
     for group in range(num_groups):
         place = 2 * group * channels + channel
@@ -138,11 +141,12 @@ def _combine_kernel(
         tl.store(stats_ptr + place, mean_of_all, known)
         tl.store(stats_ptr + place + channels, variance_of_all, known)
         if RUNNING:
-            unbiased = variance_of_all * (total / (total - 1))
-            old_mean = tl.load(running_mean_ptr + channel, known).to(tl.float32)
-            old_var = tl.load(running_var_ptr + channel, known).to(tl.float32)
-            tl.store(running_mean_ptr + channel, old_mean + momentum * (mean_of_all - old_mean), known)
-            tl.store(running_var_ptr + channel, old_var + momentum * (unbiased - old_var), known)
+            running_mean += momentum * (mean_of_all - running_mean)
+            running_var += momentum * (variance_of_all * (total / (total - 1)) - running_var)
+    if RUNNING:
+        tl.debug_barrier()  # all threads have loaded what one of them changes
+        tl.store(running_mean_ptr + channel, running_mean, known)
+        tl.store(running_var_ptr + channel, running_var, known)
 
 
 @triton.jit
@@ -192,8 +196,7 @@ def _before_relu(
             out = tl.load(out_ptr + place, exists, other=0.0)
         else:
             out = tl.fma(x - mean[None, :], scale[None, :], bias[None, :]).to(out_ptr.dtype.element_ty)
-        # In float32, because the interpreter of Triton 3.9 compares the bits of bfloat16 values.
-        grad = tl.where(out.to(tl.float32) <= 0.0, 0.0, grad)
+        grad = tl.where(out <= 0.0, 0.0, grad)
     return grad
 
 
