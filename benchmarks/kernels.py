@@ -1,6 +1,6 @@
 """Count the kernels that a training step launches on a GPU, without a GPU.
 
-    python -m benchmarks.kernels [RECIPE ...] [--precision P ...] [--batch-size B] [--set a.b=c ...] [--operations N]
+    python -m benchmarks.kernels [RECIPE ...] [--precision P ...] [--set a.b=c ...] [--operations N] [--work]
 
 The whole step runs on tensors of a GPU that have shapes but no data: forward, loss, backward and optimizer take the
 paths of a GPU, and every operation that would launch a kernel is counted, by phase. At the batch sizes of the papers a
@@ -10,6 +10,10 @@ What counts as a launch: views of a tensor, new memory without values and bookke
 operation on a list of tensors launches as many kernels as torch cuts the list into. The backward pass of a convolution
 launches one kernel for each gradient. torch's batch norm in channels_last launches three kernels, and two on the way
 back. Every other operation counts as one launch; some need a second one.
+
+With `--work`, some programs of each kernel in Triton are run on this CPU (`benchmarks.ptx`), to count what they ask of
+an H100 or H200: the microseconds in which its processors can issue their instructions, and in which its memory can
+move the sectors that they read and write, some of which its cache holds. The larger one is a bound of the kernel.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 from unittest import mock
 
@@ -29,6 +34,7 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.ptx import SECTOR, machine_of
 from configs import resolve_recipe
 from data_pipeline.core.batch import Batch
 from data_pipeline.core.errors import run_command
@@ -66,6 +72,10 @@ _LAUNCHES: Final = {"native_batch_norm": 3, "native_batch_norm_backward": 2}
 _TENSORS_OF_A_LAUNCH: Final = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
 _CHUNK, _CHUNKS_OF_A_LAUNCH = 65_536, 320
 _TENSORS_OF_A_CAT: Final = 128
+# Of an H100 or H200: instructions of a warp in a microsecond (132 processors with four schedulers, 1.7 GHz), and bytes.
+_INSTRUCTIONS_PER_US: Final = 132 * 4 * 1700
+_BYTES_PER_US: Final = 4_000_000
+_NUM_CHOSEN: Final = 6  # programs that are run for their work
 
 
 class KernelCounter(TorchDispatchMode):
@@ -79,6 +89,7 @@ class KernelCounter(TorchDispatchMode):
         self.phase = "bookkeeping"
         self.launches: dict[str, Counter[str]] = {phase: Counter() for phase in PHASES}
         self.messages: Counter[str] = Counter()
+        self.triton: list[tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -100,9 +111,10 @@ class KernelCounter(TorchDispatchMode):
             return *(None if grad is None else _in_layout_of(args[1], grad) for grad in grads), of_bias
         return func(*args, **kwargs)
 
-    def count_triton(self, kernel: Any, *_: object, **__: object) -> None:
+    def count_triton(self, kernel: Any, programs: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         """Count the launch of a kernel in Triton; to be called in place of `trainer.triton_works.launch`."""
         self.launches[self.phase][kernel.fn.__name__] += 1
+        self.triton.append((kernel, programs, arguments, constants))
 
     @property
     def total(self) -> int:
@@ -180,7 +192,7 @@ def count_kernels(config: RunConfig, *, num_ranks: int = 1, batch_size: int | No
     objective = build_run_objective(config, modules.encoder, num_samples=50_000, device=torch.device("cpu"))
     counter = KernelCounter()
     backward = mock.patch("torch.autograd.backward", backward_without_a_gpu)
-    with FakeTensorMode(), _autocast_of_a_gpu(), backward, triton_counted(counter):
+    with FakeTensorMode(), _autocast_of_a_gpu(), backward, launched_by(counter.count_triton):
         for module in (modules.encoder, modules.view_policy, objective):
             _to_gpu_without_data(module)
         training = assemble(config, modules, objective)
@@ -196,11 +208,11 @@ def count_kernels(config: RunConfig, *, num_ranks: int = 1, batch_size: int | No
 
 
 @contextmanager
-def triton_counted(counter: KernelCounter) -> Iterator[None]:
-    """Count launches of kernels in Triton, of all modules that have any."""
+def launched_by(launch: Callable[..., None]) -> Iterator[None]:
+    """Let a function launch the kernels in Triton, of all modules that have any."""
     with contextlib.ExitStack() as stack:
         for module in ("models.batch_norm_kernels", "views.expert_image_kernels", "views.viewmaker_kernels"):
-            stack.enter_context(mock.patch(f"trainer.{module}.launch", counter.count_triton))
+            stack.enter_context(mock.patch(f"trainer.{module}.launch", launch))
         yield
 
 
@@ -323,12 +335,70 @@ def table(counters: Mapping[str, KernelCounter]) -> str:
     return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class Work:
+    """What launches of a kernel with equal sizes ask of a GPU, in microseconds each: see the docstring of the file."""
+
+    name: str
+    programs: tuple[int, ...]
+    shape: tuple[int, ...]
+    num_launches: int
+    instructions_us: float
+    sectors_us: float
+
+    @property
+    def bound_us(self) -> float:
+        return self.num_launches * max(self.instructions_us, self.sectors_us)
+
+
+def work_of(counter: KernelCounter) -> list[Work]:
+    """Return the work of each kernel in Triton, the largest first."""
+    launches: dict[str, list[Any]] = defaultdict(list)
+    for one in counter.triton:
+        launches[repr(one)].append(one)  # a tensor without data is told by its type and size
+    works = []
+    for equal in launches.values():
+        kernel, programs, arguments, constants = equal[0]
+        num = math.prod(programs)
+        chosen = sorted({number * (num - 1) // (_NUM_CHOSEN - 1) for number in range(_NUM_CHOSEN)})
+        machine = machine_of(kernel, programs, *map(_with_data, arguments), chosen=chosen, **constants)
+        machine.run()
+        work = {name: value * num / len(chosen) for name, value in machine.work.items()}
+        sectors = work.get("sectors read", 0) + work.get("sectors written", 0)
+        shape = next((tuple(each.shape) for each in arguments if isinstance(each, Tensor) and each.dim() > 1), ())
+        times = work["instructions"] / _INSTRUCTIONS_PER_US, sectors * SECTOR / _BYTES_PER_US
+        works.append(Work(kernel.fn.__name__, programs, shape, len(equal), *times))
+    return sorted(works, key=lambda each: -each.bound_us)
+
+
+def _with_data(value: Any) -> Any:
+    """Return a tensor of a CPU in the form of one without data; other values as they are."""
+    if not isinstance(value, Tensor):
+        return value
+    size = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return (torch.arange(size) % 4).to(value.dtype).as_strided(value.shape, value.stride())
+
+
+def table_of_work(works: Sequence[Work]) -> str:
+    """Return a table with a line for each kernel and size, and their sums."""
+    lines = [
+        f"{'':<30}{'programs':>16}{'of':>20}{'launches':>10}{'instructions':>14}{'sectors':>10}{'bound, all':>12}  (us)"
+    ]
+    for each in works:
+        form = f"{'x'.join(map(str, each.programs)):>16}{'x'.join(map(str, each.shape)):>20}{each.num_launches:>10}"
+        lines.append(
+            f"{each.name:<30}{form}{each.instructions_us:>14.1f}{each.sectors_us:>10.1f}{each.bound_us:>12.1f}"
+        )
+    return "\n".join([*lines, f"{'all':<30}{sum(each.bound_us for each in works):>82.1f}"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="*", default=["simclr:digits", "viewmaker:digits"], metavar="RECIPE")
     parser.add_argument("--precision", nargs="+", default=["float32", "bfloat16"], metavar="P")
     parser.add_argument("--set", nargs="+", default=[], metavar="a.b=c", dest="overrides", help="settings of the runs")
     parser.add_argument("--operations", type=int, default=0, metavar="N", help="also list the N commonest operations")
+    parser.add_argument("--work", action="store_true", help="also bound the time of each kernel in Triton on an H100")
     arguments = parser.parse_args()
     counters = {
         f"{recipe}, {precision}": count_kernels(
@@ -343,6 +413,8 @@ def main() -> None:
         for phase in PHASES:
             for operation, num in counter.launches[phase].most_common(arguments.operations):
                 print(f"  {phase:<12}{operation:<40}{num:>6}")
+    for name, counter in counters.items() if arguments.work else ():
+        print(f"\n{name}\n{table_of_work(work_of(counter))}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The kernels of batch norm: in the interpreter of Triton on a CPU, compiled for an H100 without one, and on a GPU."""
+"""The kernels of batch norm: their code for an H100, run on a CPU and looked at, and on a GPU."""
 
 from __future__ import annotations
 
@@ -6,32 +6,241 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.trainer.code_of_kernels import assert_in_registers, compiled_for_an_h100, run_in_the_interpreter
+from tests.gloo import run_ranks
+from tests.trainer.machine_code import assert_in_registers, compiled_for_an_h100, on_the_cpu
 from trainer import triton_works
+from trainer.distributed.collectives import rank
 from trainer.models import batch_norm, batch_norm_kernels
 from trainer.models.batch_norm import SynchronizedBatchNorm2d, grouped_statistics
+from trainer.models.resnet import BasicBlock, resnet_trunk
+from trainer.models.trunk import ConvolutionalTrunk
 
-FORMS = [(False, False), (False, True), (True, True)]  # with a residual; with a ReLU
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-@pytest.mark.process
-@pytest.mark.parametrize("check", ["numbers", "a_network", "ranks"])
-def test_in_the_interpreter_kernels_are_as_torch_in_float64(check: str, tmp_path: Path) -> None:
-    run = functools.partial(run_in_the_interpreter, "tests.trainer.models.interpreted_kernels", check)
-    arguments = [(rank, str(tmp_path / "store")) for rank in "01"] if check == "ranks" else [()]
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda of_rank: run(*of_rank), arguments))
+EPS = 1e-5
+FORMS = ("plain", "relu", "residual")
+FLAGS = [(False, False), (False, True), (True, True)]  # of the forms: with a residual; with a ReLU
+# What a ResNet of small pictures has at a small batch; then odd numbers, one row, one channel, one pixel, no map.
+SHAPES = [(2, 64, 32, 32), (2, 128, 16, 16), (2, 256, 8, 8), (2, 512, 4, 4)]
+ODD_SHAPES = [(6, 3, 5, 7), (1, 70, 3, 3), (2, 1, 4, 4), (8, 8, 1, 1), (6, 130)]
+
+
+@contextmanager
+def few_programs(most: int = 4) -> Iterator[None]:
+    """Run kernels on the CPU, with so few programs in a launch that each goes through several tiles."""
+    with on_the_cpu(), mock.patch.object(batch_norm_kernels, "_NUM_PROGRAMS", most):
+        yield
+
+
+@dataclass(frozen=True)
+class Given:
+    """The inputs of a norm of S groups, and the gradient of its output."""
+
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor
+    bias: Tensor
+    grad: Tensor
+    num_groups: int
+    relu: bool
+
+    @classmethod
+    def drawn(cls, shape: tuple[int, ...], dtype: torch.dtype, num_groups: int, *, form: str) -> Given:
+        torch.manual_seed(0)
+        layout = torch.channels_last if len(shape) == 4 else torch.contiguous_format
+        x, residual, grad = (torch.randn(shape).to(dtype).contiguous(memory_format=layout) for _ in range(3))
+        groups = torch.arange(1, 1 + num_groups).repeat_interleave(shape[0] // num_groups)
+        x.mul_(groups.view(-1, *(1,) * (len(shape) - 1))).add_(3)
+        weight, bias = torch.rand(shape[1]) + 0.5, torch.randn(shape[1])
+        return cls(x, residual if form == "residual" else None, weight, bias, grad, num_groups, form != "plain")
+
+    def by_kernels(self) -> list[Tensor]:
+        """Return output, running statistics and all gradients."""
+        running = torch.zeros_like(self.weight), torch.ones_like(self.weight)
+        counted = (*running, torch.zeros((), dtype=torch.int64), 0.1)
+        out, stats_N = batch_norm_kernels.normalised(
+            self.x, self.residual, self.weight, self.bias, counted, EPS, self.num_groups, self.relu, None
+        )
+        assert out.dtype == self.x.dtype
+        assert out.stride() == self.x.stride()
+        kept = None if self.residual is None else out
+        grad_x, grad_residual, (grad_weight, grad_bias) = batch_norm_kernels.gradients(
+            self.grad, self.x, kept, self.weight, self.bias, stats_N, EPS, self.num_groups, self.relu, None
+        )
+        gradients = [grad_x, grad_weight, grad_bias, *([] if grad_residual is None else [grad_residual])]
+        return [out, *running, *gradients]
+
+    def in_float64(self, out: Tensor) -> list[Tensor]:
+        """Return the same by torch. The ReLU passes the gradient where `out` does: rounding may move a value over 0."""
+        mean, var = torch.zeros_like(self.weight).double(), torch.ones_like(self.weight).double()
+        leaves = [each.double().requires_grad_() for each in (self.x, self.weight, self.bias)]
+        x, weight, bias = leaves
+        parts = [F.batch_norm(each, mean, var, weight, bias, True, 0.1, EPS) for each in x.chunk(self.num_groups)]
+        expected, grad = torch.cat(parts), self.grad.double()
+        if self.residual is not None:
+            leaves.append(self.residual.double().requires_grad_())
+            expected = expected + leaves[-1]
+        if self.relu:
+            grad = grad * (out > 0)
+        torch.autograd.backward(expected, grad)
+        gradients = [each.grad for each in leaves if each.grad is not None]
+        return [expected.detach().relu() if self.relu else expected.detach(), mean, var, *gradients]
+
+
+def assert_near(found: list[Tensor], expected: list[Tensor], *, rtol: float) -> None:
+    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        away = (one.double() - other.double()).norm() / other.double().norm()
+        assert away <= rtol, f"result {number} is {away:.1e} away"
+
+
+CASES = [
+    *((shape, FORMS[number % 3], torch.float32) for number, shape in enumerate(SHAPES)),
+    *((shape, form, torch.float32) for shape in ODD_SHAPES for form in FORMS),
+    *(((6, 40, 5, 5), form, torch.bfloat16) for form in ("relu", "residual")),
+]
+
+
+@pytest.mark.pinned
+@pytest.mark.parametrize(("shape", "form", "dtype"), CASES)
+def test_outputs_gradients_and_statistics_are_those_of_torch_in_float64(
+    shape: tuple[int, ...], form: str, dtype: torch.dtype
+) -> None:
+    half = dtype == torch.bfloat16  # outputs and their gradients have the error of one rounding
+    num_groups = 3 if half else 1 if shape[0] == 1 or form == "relu" else 2
+    given = Given.drawn(shape, dtype, num_groups, form=form)
+    with few_programs():
+        found = given.by_kernels()
+    expected = given.in_float64(found[0])
+    assert_near(found, expected, rtol=2.0**-8 if half else 2e-6)
+    assert_near(found[1:3], expected[1:3], rtol=1e-6)
+    assert_near(found[4:6], expected[4:6], rtol=1e-5 if half else 2e-6)
+
+
+@pytest.mark.pinned
+@pytest.mark.parametrize("name", ["far", "outlier"])
+def test_large_means_and_unlike_first_values_do_not_cancel(name: str) -> None:
+    """Means of 1,000 standard deviations; and first values of a tile that are unlike all others."""
+    given = Given.drawn((4, 8, 32, 32), torch.float32, 1, form="plain")
+    given.x[: 1 if name == "outlier" else 4] += 1000
+    with few_programs():
+        found = given.by_kernels()
+    assert_near(found, given.in_float64(found[0]), rtol=1e-4)
+    unbiased = (found[2] - 0.9) / 0.1
+    assert_near([unbiased], [given.x.double().var((0, 2, 3))], rtol=1e-5)
+
+
+@pytest.mark.pinned
+def test_a_gradient_is_the_slope_of_the_output_between_two_near_inputs() -> None:
+    given = Given.drawn((4, 8, 6, 6), torch.float32, 2, form="plain")
+    with few_programs():
+        grad_x = given.by_kernels()[3]
+        for seed in range(3):
+            towards = torch.randn(given.x.shape, generator=torch.Generator().manual_seed(seed))
+            values = []
+            for sign in (1, -1):
+                near = Given(given.x + sign * 1e-2 * towards, None, given.weight, given.bias, given.grad, 2, False)
+                values.append((near.by_kernels()[0].double() * given.grad).sum())
+            slope = (values[0] - values[1]) / 2e-2
+            assert abs(slope - (grad_x * towards).sum()) <= 1e-3 * grad_x.norm() * towards.norm() / 10, seed
+
+
+def network() -> ConvolutionalTrunk:
+    torch.manual_seed(0)
+    trunk = resnet_trunk(BasicBlock, (1, 1), form="small", width=16)  # torch needs as many channels on a CPU
+    trunk.synchronize_batch_norm()
+    return trunk.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
+def passed_through(trunk: nn.Module, views_BCHW: Tensor) -> list[Tensor]:
+    """Return the map, gradients and buffers of a pass of both views together."""
+    with grouped_statistics(2):
+        map_BCHW = trunk(views_BCHW.contiguous(memory_format=torch.channels_last))
+    torch.autograd.backward(map_BCHW.square().sum())
+    gradients = [parameter.grad for parameter in trunk.parameters() if parameter.grad is not None]
+    return [map_BCHW.detach(), *gradients, *trunk.buffers()]
+
+
+@pytest.mark.pinned
+@pytest.mark.parametrize(("form", "calls"), [("checkpointed", 12), ("compiled", 6)])
+def test_recomputed_or_compiled_into_one_graph_a_network_is_as_with_torchs_layers(form: str, calls: int) -> None:
+    views_BCHW = torch.rand(8, 3, 8, 8)
+    expected = passed_through(network().double(), views_BCHW.double())
+    trunk = network()
+    if form == "checkpointed":
+        trunk.checkpointing = 1
+    else:
+        trunk.compile(backend="aot_eager", fullgraph=True)
+    original = batch_norm_kernels.normalised
+    with few_programs(1), mock.patch.object(batch_norm_kernels, "normalised", wraps=original) as counted:
+        found = passed_through(trunk, views_BCHW)
+    assert counted.call_count == calls
+    assert_near(found, expected, rtol=1e-4)
+
+
+def of_a_rank(number: int, parts: list[Tensor], residuals: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    """Return output and gradients of one rank, (S, B, ...), then its part of the parameters' gradients and buffers."""
+    norm = SynchronizedBatchNorm2d(3).to(parts[number].dtype)
+    leaves = [each[number].clone().requires_grad_() for each in (parts, residuals)]
+    rows = [each.flatten(0, 1).contiguous(memory_format=torch.channels_last) for each in leaves]
+    with grouped_statistics(2):
+        out = norm(rows[0], rows[1], relu=True).view(parts[number].shape)
+    torch.autograd.backward(out, grads[number])
+    found = [out.detach(), *leaves, norm.weight, norm.bias]
+    kept = [norm.running_mean, norm.running_var]
+    return [found[0], *[each.grad for each in found[1:] if each.grad is not None], *[s for s in kept if s is not None]]
+
+
+def of_two_ranks(sizes: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    number = rank()
+    given = [[(r + 1) * torch.randn(2, size, 3, 5, 4) + 20 for r, size in enumerate(sizes)] for _ in range(3)]
+    given[1] = [each - 20 for each in given[1]]
+    with few_programs(), mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as messages:
+        found = of_a_rank(number, *given)
+    assert messages.call_count == 2
+    for place in (3, 4):
+        dist.all_reduce(found[place])
+    with mock.patch.object(batch_norm, "is_distributed", return_value=False):
+        expected = of_a_rank(0, *[[torch.cat(each, 1).double()] for each in given])
+    own = slice(sum(sizes[:number]), sum(sizes[: number + 1]))
+    assert_near(found[:3], [each[:, own] for each in expected[:3]], rtol=1e-5)
+    assert_near(found[3:], expected[3:], rtol=1e-5)
+
+
+@pytest.mark.pinned
+@pytest.mark.ranks
+def test_two_ranks_with_other_numbers_of_rows_are_as_one_process_and_each_way_takes_one_message() -> None:
+    run_ranks(of_two_ranks, 2, (2, 5))
+
+
+@pytest.mark.pinned
+def test_before_their_first_use_right_kernels_pass_and_wrong_ones_do_not() -> None:
+    right = batch_norm_kernels.gradients
+
+    def wrong(grad: Tensor, *others: Any, **settings: Any) -> Any:
+        return right(1.1 * grad, *others, **settings)
+
+    with few_programs():
+        for dtype in triton_works.DTYPES:
+            batch_norm._try_out(batch_norm_kernels, dtype)
+        with (
+            mock.patch.object(batch_norm_kernels, "gradients", wrong),
+            pytest.raises(ValueError, match=r"not those of torch \(they are 10% away\)"),
+        ):
+            batch_norm._try_out(batch_norm_kernels, torch.float32)
 
 
 @pytest.mark.slow
@@ -42,7 +251,7 @@ def test_compiled_for_an_h100_kernels_read_16_bytes_at_once_ahead_of_time_and_sp
 ) -> None:
     kernel = getattr(batch_norm_kernels, f"_{name}_kernel")
     half = {f"{each}_ptr" for each in ("x", "residual", "out", "grad", "grad_x", "grad_residual")}
-    for residual, relu in FORMS:
+    for residual, relu in FLAGS:
         flags = {"RESIDUAL": residual, "RELU": relu}
         constants = {flag: value for flag, value in flags.items() if flag in kernel.arg_names}
         tile = {"TILE_ROWS": 32, "TILE_CHANNELS": 64}
@@ -97,7 +306,7 @@ def passed(given: list[Tensor], *, residual: bool, relu: bool) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("shape", "dtype", "residual", "relu"),
     [
-        *[(shape, torch.bfloat16, *form) for shape in [(64, 64, 32, 32), (64, 512, 4, 4), (10, 130)] for form in FORMS],
+        *[(shape, torch.bfloat16, *form) for shape in [(64, 64, 32, 32), (64, 512, 4, 4), (10, 130)] for form in FLAGS],
         *[((6, 3, 5, 7), dtype, True, True) for dtype in (torch.bfloat16, torch.float32)],
         *[((6, 3, 5, 7), torch.float32, False, False), ((64, 64, 32, 32), torch.float32, True, True)],
     ],

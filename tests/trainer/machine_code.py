@@ -1,33 +1,30 @@
-"""Run kernels of Triton in its interpreter, and look at their code for a GPU, which need not be there."""
+"""The machine code of kernels of Triton for a GPU that need not be there: run on a CPU, and looked at."""
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-ROOT = Path(__file__).parents[2]
+from benchmarks import ptx
+from benchmarks.kernels import launched_by
+from trainer import triton_works
 
 
-def run_in_the_interpreter(module: str, *arguments: str) -> None:
-    """Run checks of kernels on a CPU, in a process of their own: Triton reads the variable when it is imported."""
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+@contextmanager
+def on_the_cpu() -> Iterator[mock.Mock]:
+    """Let kernels take tensors of a CPU, which runs their machine code; yields what counts their launches."""
+    launches = mock.Mock(wraps=ptx.launch)
+    with mock.patch.object(triton_works, "DEVICE", "cpu"), launched_by(launches):
+        yield launches
 
 
 def compiled_for_an_h100(kernel: Any, half: Collection[str], constants: Mapping[str, Any], *, num_warps: int) -> Any:
