@@ -111,12 +111,6 @@ def damage(directory: Path, indices: Sequence[int]) -> None:
         shard.write_bytes(data.replace(content, b"\xff" * len(content)))
 
 
-def shard_paths(directory: Path) -> list[Path]:
-    """The tars of a local dataset, in their order."""
-    store = SampleStore(directory)
-    return [store.tar_path(number) for number in range(len(store.tar_names))]
-
-
 def change_file(directory: Path, name: str, content: bytes) -> None:
     """Replace a file beside the manifest, and its entry in the manifest."""
     (directory / name).write_bytes(content)

@@ -19,14 +19,12 @@ from trainer.analyses.alignment import (
     ANALYSIS,
     AlignmentConfig,
     AlignmentResult,
-    _class_centres,
     alignment,
     class_centres,
     nearest_centre,
     share_apart,
 )
 from trainer.analyses.analysis import LoadedRun
-from trainer.probes.features import Pictures
 
 
 def random_views(seed: int, *, num: int = 30, num_views: int = 4) -> torch.Tensor:
@@ -42,14 +40,6 @@ def test_alignment_and_r_are_means_over_pairs_of_views() -> None:
     assert alignment(u_NVD).item() == pytest.approx((distances**2).mean())
     for epsilon in (0.5, 1.0, 1.5, 1.9):
         assert share_apart(u_NVD, epsilon).item() == pytest.approx((distances.max(1) > epsilon).mean())
-
-
-@pytest.mark.parametrize("bad", ["train", "test"])
-def test_class_centres_of_vectors_that_are_not_finite_have_no_accuracy(bad: str) -> None:
-    u_NVD, label_N = random_views(3), torch.arange(30) % 3
-    train_NVD, test_ND = (u_NVD * torch.nan, u_NVD[:, 0]) if bad == "train" else (u_NVD, u_NVD[:, 0] * torch.nan)
-    found = _class_centres(train_NVD, label_N, test_ND, label_N, class_names=("a", "b", "c"))
-    assert found.nearest_centre_accuracy is None
 
 
 def test_nearest_centre_is_that_of_scikit_learn() -> None:
@@ -99,11 +89,3 @@ def test_classes_in_another_order_are_refused(tmp_path: Path, monkeypatch: pytes
     plant(monkeypatch, run=DropBottom(0.0))
     with pytest.raises(UserError, match="class 0 of label_base is dark in the train set but bright in the test set"):
         ANALYSIS.analyze([LoadedRun(write_run(tmp_path / "run", data))], config=AlignmentConfig())
-
-
-def test_without_labels_there_are_no_class_centres(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=20, num_test=12))
-    monkeypatch.setattr(Pictures, "class_labels", ())
-    png_path, json_path = ANALYSIS.analyze([LoadedRun(run_dir, step=0)], config=AlignmentConfig(num_views=2))
-    assert AlignmentResult.parse(json.loads(json_path.read_text()), where="").spaces["pooled"].labels == {}
-    assert Image.open(png_path).size[0] > 1000

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from configs import debug
 from data_pipeline.core.counter_rng import DrawKeys
-from data_pipeline.core.errors import UserError
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import write_run
 from trainer.analyses.analysis import LoadedRun
@@ -23,7 +22,6 @@ from trainer.analyses.collision import (
     alone,
     collide,
 )
-from trainer.probes.features import Pictures
 from trainer.views.expert_image import ExpertImageConfig
 
 
@@ -71,13 +69,3 @@ def test_blur_contracts_and_flips_do_not(tmp_path: Path) -> None:
     mask = result.transforms["mask"].relative_distance  # after 1, 2 and 4 uses it keeps 1 / 2, 1 / 4, 1 / 16
     assert mask[3] / mask[2] == pytest.approx((1 / 4) ** 0.5, abs=0.05)
     assert Image.open(png_path).size[0] > 800
-
-
-@pytest.mark.parametrize("num", [1, 5])
-def test_a_single_picture_and_equal_ones_are_refused(num: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=num))
-    monkeypatch.setattr(
-        Pictures, "images", lambda pictures, rows: torch.full((len(rows), 3, 16, 16), 7, dtype=torch.uint8)
-    )
-    with pytest.raises(UserError, match="has no two different ones"):
-        ANALYSIS.analyze([LoadedRun(run_dir)], config=CollisionConfig())

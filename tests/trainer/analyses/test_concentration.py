@@ -109,12 +109,6 @@ def test_pairs_that_undo_what_tells_pictures_apart_are_found(tmp_path: Path, mon
     assert Image.open(png_path).size[0] > 600
 
 
-def test_lonely_pictures_are_refused(tmp_path: Path) -> None:
-    few = write_tiny_pair(tmp_path / "few", num_train=4, num_test=2)
-    with pytest.raises(UserError, match="needs two or more test pictures of each class"):
-        ANALYSIS.analyze([LoadedRun(write_run(tmp_path / "b", few))], config=ConcentrationConfig())
-
-
 def test_a_class_without_pictures_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = write_tiny_pair(tmp_path / "data", num_train=4, num_test=6)
     run_dir, test = write_run(tmp_path / "run", data), read_pictures(data / "test")

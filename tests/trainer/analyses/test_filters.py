@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +12,11 @@ from sklearn.metrics import r2_score
 from torch import Tensor
 
 from configs import debug
-from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import drawn
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import write_run
 from trainer.analyses.analysis import LoadedRun
 from trainer.analyses.filters import ANALYSIS, FiltersConfig, FiltersResult, explained_share, silhouette, sparsity_of
-from trainer.config import RunConfig
 from trainer.modules import build_modules
 from trainer.observability.figures import GAP, LEFT, TOP
 from trainer.probes.features import read_pictures
@@ -105,15 +102,3 @@ def check_first_row(png_path: Path, images_NCHW: Tensor, pooled_NC: Tensor, chan
         left = LEFT + column * (128 + GAP)
         shown_CHW = pixels[TOP : TOP + 128 : scale, left : left + 128 : scale].permute(2, 0, 1)
         torch.testing.assert_close(shown_CHW, images_NCHW[row], atol=1, rtol=0)
-
-
-def test_encoders_of_tokens_are_refused(tmp_path: Path) -> None:
-    def transformer() -> RunConfig:
-        options = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2}
-        encoder: dict[str, Any] = {"kind": "timm", "name": "vit_tiny_patch16_224", "options": options}
-        encoder |= {"batch_norm": "local", "mean": (0.5,) * 3, "std": (0.25,) * 3}
-        return RunConfig.model_validate(debug.image().model_dump() | {"encoder": encoder})
-
-    data = write_tiny_pair(tmp_path / "data", num_train=4, num_test=4)
-    with pytest.raises(UserError, match=r"filters needs a convolutional encoder, but the last map of"):
-        ANALYSIS.analyze([LoadedRun(write_run(tmp_path / "b", data, recipe=transformer), step=0)], config=CONFIG)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import sys
@@ -213,30 +212,18 @@ def test_the_commands(run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.Monke
     assert json.loads((tmp_path / "hub" / "config.json").read_text())["encoder_export"]["step"] == 10
 
 
-def test_what_cannot_be_exported_is_one_sentence(
-    run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_exported_is_refused(run_dir: RunDir, tmp_path: Path) -> None:
     other = Encoder(own_encoder().trunk, nn.Identity(), in_channels=3, normalization=Normalization(**CIFAR10))
     open_encoder = build_encoder(ResNetConfig(kind="resnet10", width=4))
     empty = RunDir(tmp_path / "empty")
     write_json(empty.config, json.loads(run_dir.config.read_text()))
     refused: list[tuple[Callable[[], None], str]] = [
         (lambda: save_encoder(other, tmp_path / "x.safetensors"), "does not come from build_encoder"),
-        (
-            lambda: save_encoder(nn.DataParallel(nn.Identity()), tmp_path / "x.safetensors"),
-            "Identity is not an encoder",
-        ),
         (lambda: save_encoder(open_encoder, tmp_path / "x.safetensors"), "has no mean and std"),
-        (lambda: save_encoder(own_encoder(), tmp_path / "x.pt"), "ends in .safetensors"),
-        (lambda: export_onnx(own_encoder(), tmp_path / "x.pt", image_size=(32, 32)), "ends in .onnx"),
         (lambda: save_pretrained(empty, tmp_path / "hub"), "has no checkpoint yet"),
         (lambda: save_pretrained(own_encoder(), run_dir.path), "is a run directory"),
     ]
     for action, message in refused:
-        with pytest.raises(UserError, match=message) as refusal:
+        with pytest.raises(UserError, match=message):
             action()
-        assert "\n" not in str(refusal.value)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"needs the package onnx; install it with pip install -e '\.\[onnx\]'"):
-        export_onnx(own_encoder(), tmp_path / "x.onnx", image_size=(32, 32))
     assert {path.name for path in tmp_path.iterdir()} == {"empty"}

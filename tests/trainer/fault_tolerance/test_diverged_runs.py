@@ -142,13 +142,6 @@ def test_a_row_of_skipped_steps_goes_on_over_a_start(data: Path, tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_a_run_that_skipped_most_of_its_steps_has_failed(data: Path, tmp_path: Path, skip: Skip) -> None:
-    skip({0, 1, 2, 3, 4})
-    with pytest.raises(UserError, match="5 of 8 steps were skipped"):
-        start(RunDir(tmp_path), configure(data, num_steps=8))
-
-
-@pytest.mark.slow
 def test_where_players_alternate_what_was_done_before_the_bad_update_stays(data: Path) -> None:
     """All changes of the bad update are undone, so the state is that after the updates before it."""
     words = ["objective.kind=simsiam", "adversary.update=alternating", "adversary.viewmaker_steps=2"]

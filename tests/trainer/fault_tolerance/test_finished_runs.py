@@ -11,7 +11,7 @@ import torch
 
 from configs import resolve_recipe
 from launch.states import status_of
-from tests.tiny_data import write_tiny_pair
+from tests.tiny_data import on_data, write_tiny_pair
 from trainer.checkpoint.restore import newest_state
 from trainer.config import RunConfig
 from trainer.fault_tolerance.preemption import StoppedError, StopRequests
@@ -30,16 +30,8 @@ class KilledError(Exception):
 def config(tmp_path: Path) -> RunConfig:
     """Return the config of a run of 4 steps."""
     data = write_tiny_pair(tmp_path / "data", num_train=16, num_test=8)
-    settings = {
-        "data.train_dir": data / "train",
-        "data.test_dir": data / "test",
-        "data.num_workers": 0,
-        "global_batch_size": 8,
-        "num_epochs": 2,
-        "watchdog.enabled": "false",
-        "tracking.wandb": "disabled",
-    }
-    return resolve_recipe("debug:image", [f"{name}={value}" for name, value in settings.items()])
+    small = ("data.num_workers=0", "global_batch_size=8", "num_epochs=2", "watchdog.enabled=false")
+    return resolve_recipe("debug:image", on_data(data, *small, "tracking.wandb=disabled"))
 
 
 def start(run_dir: RunDir, config: RunConfig) -> None:

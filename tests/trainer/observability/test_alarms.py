@@ -14,7 +14,6 @@ from configs import resolve_recipe
 from data_pipeline.audio.log_mel import FSDD
 from data_pipeline.core.batch import Batch
 from data_pipeline.core.counter_rng import DrawKeys
-from tests.small_encoder import CONVNET
 from trainer.build import Training, build_training
 from trainer.config import RunConfig
 from trainer.objectives import nt_xent_loss
@@ -175,43 +174,6 @@ def step(training: Training, inputs: Tensor, *, number: int = 0, epoch: int = 0,
 
 
 SMALL = "{kind: viewmaker, base_width: 8, num_res_blocks: 1}"
-CROP = "{kind: expert_image, jitter_probability: 0}"
-COMPOSED = {
-    "second of a pair": f"{{kind: pair, first: {{kind: expert_image}}, second: {SMALL}}}",
-    "before a crop": f"{{kind: sequence, parts: [{SMALL}, {CROP}]}}",
-    "behind a crop in a pair": (
-        f"{{kind: pair, first: {{kind: expert_image}}, second: {{kind: sequence, parts: [{CROP}, {SMALL}]}}}}"
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("place", "force", "meaning"),
-    [
-        ("second of a pair", saturated, "is saturated"),
-        ("before a crop", saturated, "is saturated"),
-        ("behind a crop in a pair", identity, "become the identity"),
-        ("behind a crop in a pair", untouched, None),
-    ],
-)
-def test_a_viewmaker_that_has_collapsed_is_told_wherever_it_is(
-    place: str, force: Callable[[Viewmaker], None], meaning: str | None
-) -> None:
-    config = resolve_recipe("debug:viewmaker", [CONVNET, f"views={COMPOSED[place]}", "adversary.freeze_step=1"])
-    training = training_of(config)
-    viewmaker = next(module for module in training.modules.view_policy.modules() if isinstance(module, Viewmaker))
-    with torch.no_grad():
-        force(viewmaker)
-
-    def measure(number: int) -> dict[str, float]:
-        metrics = step(training, PICTURES, number=number).read()
-        return {name: float(value) for name, value in metrics.items() if name.startswith("views/")}
-
-    sentences = [sentence for at_step in alarms_of(measure).values() for sentence in at_step]
-    if meaning is None:
-        assert sentences == []
-    else:
-        assert any(meaning in sentence for sentence in sentences)
 
 
 @pytest.mark.parametrize(("update", "num_parts"), [("simultaneous", 1), ("alternating", 2)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import socket
 import subprocess
@@ -176,17 +175,6 @@ def test_tensorboard_has_every_step_once_and_the_pictures(tmp_path: Path) -> Non
     assert [event.value for event in events.Scalars("train/loss")] == pytest.approx([1 / step for step in range(1, 7)])
     assert events.Images("views/grid")[-1].step == 6
     assert events.Histograms("views/change")[-1].histogram_value.num == 3
-
-
-def test_without_tensorboard_training_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    config = resolve_recipe("debug:image", ["tracking.tensorboard=true", "tracking.wandb=disabled"])
-    with caplog.at_level(logging.WARNING):
-        train(RunDir(tmp_path), config, start_step=0, last=2)
-    assert "pip install -e '.[tensorboard]'" in caplog.text
-    assert [entry["step"] for entry in RunDir(tmp_path).read_metrics()] == [1, 2]
 
 
 def test_memory_in_use_is_what_the_system_says() -> None:

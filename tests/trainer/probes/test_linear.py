@@ -21,7 +21,6 @@ from trainer.probes.linear import (
     PROBE_VIEW,
     FeatureBatch,
     LinearHead,
-    LinearResult,
     ProbeConfig,
     Target,
     epoch_rows,
@@ -72,32 +71,14 @@ def test_planted_accuracy_is_reached_exactly(views: str, batch_norm: str) -> Non
         assert len(result.accuracy_by_epoch) == len(result.train_accuracy_by_epoch) == 20
 
 
-def test_heads_fitted_together_are_the_heads_fitted_alone() -> None:
-    """The features are noise, so that the curves would show the smallest difference."""
-    draw = torch.Generator().manual_seed(0)
-    train_NF, test_NF = torch.randn(203, 40, generator=draw), torch.randn(103, 40, generator=draw)
-
-    def results(targets: Mapping[LabelSpace, Target]) -> dict[LabelSpace, LinearResult]:
-        probes = fit_linear_probe(
-            lambda epoch: feature_batches(train_NF, epoch=epoch, config=CONFIG),
-            test_features=lambda: test_NF,
-            targets=targets,
-            config=CONFIG,
-        )
-        return {space: one.result for space, one in probes.items()}
-
-    together = results(TARGETS)
-    assert len(set(together["base"].accuracy_by_epoch)) > 3
-    for name, target in TARGETS.items():
-        assert results({name: target}) == {name: together[name]}
-
-
-def test_equals_a_plain_torch_loop_with_multi_step_schedule() -> None:
+@pytest.mark.parametrize("space", ["base", "overlay"])
+def test_each_of_two_heads_equals_a_plain_torch_loop_with_multi_step_schedule(space: LabelSpace) -> None:
     """The reference is nn.Linear with torch's SGD and MultiStepLR, batch by batch, with the accuracy of each epoch."""
+    target = TARGETS[space]
     config = ProbeConfig(num_epochs=10, batch_size=32, learning_rate=0.5, milestones=(0.35, 0.8))
     draw = torch.Generator().manual_seed(0)
     train_NF, test_NF = torch.randn(203, 40, generator=draw), torch.randn(103, 40, generator=draw)
-    head = nn.Linear(40, 3)
+    head = nn.Linear(40, target.num_classes)
     initial = torch.Generator().manual_seed(config.seed)
     for parameter in head.parameters():
         nn.init.uniform_(parameter, -1 / math.sqrt(40), 1 / math.sqrt(40), generator=initial)
@@ -107,18 +88,18 @@ def test_equals_a_plain_torch_loop_with_multi_step_schedule() -> None:
     for epoch in range(10):
         for rows in epoch_rows(203, epoch=epoch, config=config):
             optimizer.zero_grad()
-            torch.autograd.backward(F.cross_entropy(head(train_NF[rows]), TARGETS["overlay"].train_N[rows]))
+            torch.autograd.backward(F.cross_entropy(head(train_NF[rows]), target.train_N[rows]))
             optimizer.step()
         schedule.step()
-        expected.append(int((head(test_NF).argmax(1) == TARGETS["overlay"].test_N).sum()) / 103)
+        expected.append(int((head(test_NF).argmax(1) == target.test_N).sum()) / 103)
 
     results = fit_linear_probe(
         lambda epoch: feature_batches(train_NF, epoch=epoch, config=config),
         test_features=lambda: test_NF,
-        targets={"overlay": TARGETS["overlay"]},
+        targets=TARGETS,
         config=config,
     )
-    assert results["overlay"].result.accuracy_by_epoch == tuple(expected)
+    assert results[space].result.accuracy_by_epoch == tuple(expected)
 
 
 def test_batch_norm_mode_is_the_one_asked_for() -> None:

@@ -14,11 +14,9 @@ from webdataset import TarWriter
 from configs import resolve_recipe
 from data_pipeline.building.build import build_dataset
 from data_pipeline.building.index_tars import make_index
-from data_pipeline.core.errors import UserError
 from data_pipeline.storage.manifest import Fields, Manifest, load_manifest
-from tests.tiny_data import write_tiny_dataset
 from trainer.probed_runs.probing import ProbeOptions, probe_run
-from trainer.probes.targets import option_difference, readable_labels
+from trainer.probes.targets import option_difference
 from trainer.run_dir import RunDir
 from trainer.train import train
 
@@ -62,17 +60,6 @@ def test_options_of_both_splits_are_compared(
     )
     found = option_difference(train_set, test_set)
     assert found is None if said is None else found is not None and found.startswith(said)
-
-
-def test_a_label_of_a_single_class_is_not_probed(tmp_path: Path) -> None:
-    manifest = load_manifest(write_tiny_dataset(tmp_path / "data", num_samples=4, overlay="none"))
-    base = manifest.labels["base"].model_copy(update={"classes": ("dark",), "counts": (4,)})
-    single = manifest.model_copy(update={"labels": {"base": base}})
-    with pytest.raises(
-        UserError,
-        match="nothing for a probe to predict: the train set has label_base and the test set has label_base, but",
-    ):
-        readable_labels(single, single)
 
 
 def test_options_of_the_source_and_the_seed_of_chosen_digits_are_compared(tmp_path: Path) -> None:
