@@ -57,16 +57,6 @@ def test_the_network_is_the_published_one(size: tuple[int, int]) -> None:
     assert encoder.feature_size(*size) == encoder.pooled_size == 128
 
 
-def test_numbers_of_parameters() -> None:
-    encoder = build(published())
-    sizes = [parameter.numel() for parameter in encoder.parameters() if parameter.dim() > 1]
-    assert sizes == [9 * 11 * 32, 9 * 32 * 64, 9 * 64 * 64, 2 * 2 * 64 * 128, 128 * 256, 256 * 64]
-    norms = [module for module in encoder.modules() if isinstance(module, _BatchNorm)]
-    assert [norm.num_features for norm in norms] == [32, 64, 64, 128, 256]
-    assert {(norm.eps, norm.momentum) for norm in norms} == {(1e-3, 0.01)}
-    assert sum(parameter.numel() for parameter in encoder.parameters()) == sum(sizes) + 2 * (32 + 64 + 64 + 128 + 256)
-
-
 @pytest.mark.parametrize("batch_norm", ["synchronized", "local", "split"])
 def test_every_batch_norm_keeps_the_numbers_of_keras(batch_norm: str) -> None:
     encoder = build(published(batch_norm=batch_norm))

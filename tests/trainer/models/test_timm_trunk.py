@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -69,18 +68,6 @@ def test_batch_norms_with_an_activation_keep_their_names_and_results() -> None:
     assert torch.equal(ours.eval()(views_BCHW), local.eval()(views_BCHW))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"name": "test_vit", "options": {"num_classes": 3}}, "num_classes cannot be set here"),
-        ({}, "encoder: name is missing"),
-    ],
-)
-def test_wrong_configs(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        TimmConfig.parse(settings, where="encoder")
-
-
 def test_a_size_that_the_model_refuses() -> None:
     with pytest.raises(UserError, match=r'timm cannot build "test_vitt" with options \(\): Unknown model'):
         build_encoder(TimmConfig(name="test_vitt"), normalization=CIFAR10)
@@ -95,9 +82,3 @@ def test_batch_norms_that_cannot_be_synchronised() -> None:
     with pytest.raises(UserError, match="batch norm of type BatchNorm1d cannot be synchronised; set encoder"):
         build_encoder(TimmConfig(name="levit_128s"), normalization=CIFAR10)
     build_encoder(TimmConfig(name="levit_128s", batch_norm="local"), normalization=CIFAR10)
-
-
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(UserError, match=r"needs the package timm; install it with pip install -e '\.\[timm\]'"):
-        build_encoder(TimmConfig(name="test_vit"), normalization=CIFAR10)

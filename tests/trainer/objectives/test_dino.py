@@ -124,9 +124,7 @@ def test_three_steps_are_those_of_the_paper() -> None:
             student = [each.detach() - 0.5 * gradient for each, gradient in zip(student, expected, strict=True)]
 
 
-def test_the_teacher_gets_no_gradient_and_low_precision_is_raised() -> None:
-    objective = DINO(CONFIG, encoder=Flat(), embedding_size=4)
-    assert [name for name, each in objective.named_parameters() if each.requires_grad] == ["prototypes.weight"]
+def test_low_precision_is_raised() -> None:
     student, teacher = (rows(2, 7, seed=seed, dtype=torch.bfloat16) for seed in (0, 1))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = dino_loss(student, teacher, torch.zeros(7))

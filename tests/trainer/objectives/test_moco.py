@@ -55,13 +55,6 @@ def test_loss_and_gradient_equal_a_loop_in_float64(temperature: float) -> None:
         assert (grad_BD - expected_grad_BD).norm() <= rtol * expected_grad_BD.norm()
 
 
-def test_no_gradient_by_keys() -> None:
-    z_BD, keys_BD, queue_QD = (tensor.requires_grad_() for tensor in random_inputs())
-    torch.autograd.backward(moco_loss(z_BD, keys_BD, queue_QD.detach(), temperature=0.1))
-    assert z_BD.grad is not None
-    assert keys_BD.grad is None
-
-
 def test_the_queue_forgets_the_oldest_keys() -> None:
     queue_QD = torch.eye(8)[:6]
     longer = enqueue(queue_QD, 3 * torch.eye(8)[6:])

@@ -64,8 +64,3 @@ def test_the_views_get_no_gradient() -> None:
     views_VBCHW = views(6).requires_grad_()
     torch.autograd.backward(objective()(z_a.requires_grad_(), z_b, pair_of(views_VBCHW)).loss)
     assert views_VBCHW.grad is None
-
-
-def test_spectrograms_have_one_channel() -> None:
-    z_a, z_b = related_views(6, 5)
-    assert objective(in_channels=1)(z_a, z_b, pair_of(views(6, in_channels=1))).loss.isfinite()
