@@ -206,8 +206,6 @@ def test_a_config_with_a_mapping_can_be_hashed() -> None:
     [
         (resolve_recipe, "simclt:digits", [], 'did you mean "simclr:digits"'),
         (resolve_recipe, "debug:viewmaker", ["adversary=null"], "viewmaker"),
-        (resolve_recipe, "nowhere.json", [], "nowhere.json"),
-        (resolve_study, "studies:table4", [], 'did you mean "studies:table'),
         (resolve_study, "debug:image", [], "unknown study"),
         (resolve_study, "studies:debug_seeds", ["seed=3"], "2 runs called debug-image with seed 3"),
         (resolve_study, "studies:debug_seeds", ["num_epoch=3"], "studies:debug_seeds (debug-image, seed 0)"),

@@ -211,14 +211,11 @@ def test_tars_are_mixed_with_tars_and_with_built_shards(data: Path, tmp_path: Pa
     ("more", "message"),
     [
         (["data.train_dir=x"], "data: train_dir and mixture are both set; add --set data.train_dir=null"),
-        (["data.mixture=null"], "data: train_dir and mixture are both null"),
         (["data.probed_source=bird"], "probed_source is bird, which is no source of the mixture; did you mean"),
         (
             ["views={kind: by_epoch, policies: [{kind: expert_image}, {kind: random_mask}]}"],
             'views of kind "by_epoch" change with the epoch, but each source of data.mixture has epochs of its own',
         ),
-        (["data.mixture={}"], "data.mixture is {}"),
-        (["data.mixture.birds.weight=0"], "mixture.birds.weight is 0; it must be"),
     ],
 )
 def test_settings_of_a_mixture_that_cannot_be_are_one_sentence(data: Path, more: list[str], message: str) -> None:

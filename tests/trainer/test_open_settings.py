@@ -63,22 +63,6 @@ def manifest_of(data: Path) -> Manifest:
     return load_manifest(data / "train")
 
 
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        ("{", "is not valid JSON"),
-        ('{"starts": []}', 'there is no "encoder" in '),
-        ('{"encoder": {"kind": "resnet10", "mean": [0, 0, 0], "std": [1, 0, 1]}}', r'"encoder" in .*std\[1\]'),
-    ],
-)
-def test_a_lost_record_is_said_in_one_sentence(record: str, message: str, trained: RunDir, tmp_path: Path) -> None:
-    run_dir = RunDir(shutil.copytree(trained.path, tmp_path / "run"))
-    run_dir.provenance.write_text(record)
-    with pytest.raises(UserError, match=message) as refusal:
-        load_encoder(run_dir.path)
-    assert "\n" not in str(refusal.value)
-
-
 def test_a_run_that_has_not_begun_has_lost_nothing(trained: RunDir, tmp_path: Path) -> None:
     """Its config must not be edited: its job may wait in the queue."""
     run_dir = RunDir(tmp_path / "run")

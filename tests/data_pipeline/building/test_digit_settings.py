@@ -82,14 +82,6 @@ def test_places_are_uniform_and_depend_on_seed_split_and_number_alone() -> None:
         assert any((other[number].content != source[number].content).any() for number in range(5))
 
 
-@pytest.mark.parametrize(("digit_size", "image_size"), [(7, 48), (49, 48), (20, 16)])
-def test_a_canvas_smaller_than_its_digit_is_refused(digit_size: int, image_size: int) -> None:
-    with pytest.raises(
-        UserError, match=rf"a digit of {digit_size} pixels cannot be drawn on a picture of {image_size}x"
-    ):
-        placed(digit_size, image_size)
-
-
 # --- the second digit
 
 
@@ -207,12 +199,6 @@ def test_more_unique_digits_than_there_are_is_refused(unique: int) -> None:
         UserError, match=rf"{unique} unique digits were asked for, but fifty of each are 500; give unique"
     ):
         choose_digits(equal_digits(), unique, seed=0)
-
-
-@pytest.mark.parametrize("size", [7, 17])
-def test_tiles_of_which_none_is_whole_are_refused(size: int) -> None:
-    with pytest.raises(UserError, match=rf"a digit of {size} pixels cannot be tiled over a picture of 32x32.* 8 to 16"):
-        TiledDigit.of(equal_digits(), size=size, image_size=32)
 
 
 # --- as datasets

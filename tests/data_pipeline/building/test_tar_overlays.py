@@ -135,8 +135,6 @@ def test_what_cannot_be_drawn_is_one_sentence(photos: Path, tmp_path: Path) -> N
         (["--overlay", "bits", "--overlay-option", "bits=2"], r"makes pictures of \(5, 224, 224\) out of"),
         (["--overlay", "colours", "--overlay-option", "correlation=1"], "follows the label base"),
         (["--overlay-option", "bits=2"], "bits is an option of an overlay"),
-        (["--overlay", "leters"], 'did you mean "letters"'),
-        (["--overlay", "letters", "--split", "val"], "argument --split: invalid choice: 'val'"),
     ):
         with pytest.raises(UserError, match=said):
             index(tars, *options)

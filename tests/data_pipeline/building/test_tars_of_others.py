@@ -67,14 +67,6 @@ def test_folders_and_names_of_tars_are_labels(  # type: ignore[no-untyped-def]
     assert numbers_in(SampleStore(tmp_path)) == list(range(len(labels["base"])))
 
 
-@pytest.mark.parametrize("word", ["path:first", "path:9"])
-def test_a_wrong_folder_is_refused(tmp_path: Path, index, word: str) -> None:  # type: ignore[no-untyped-def]
-    by_tarfile(tmp_path / "x.tar", [("owl/a.png", picture(0))])
-    done = index(tmp_path, "--label", word)
-    assert done.status == 2
-    assert f"has a label under {word}" in done.stderr
-
-
 def test_a_tar_of_tars_is_read_in_its_place(  # type: ignore[no-untyped-def]
     tmp_path: Path, index, caplog: pytest.LogCaptureFixture
 ) -> None:

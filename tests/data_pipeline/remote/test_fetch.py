@@ -145,8 +145,3 @@ def test_a_place_where_nobody_answers_is_told(server: FaultyServer, tmp_path: Pa
     ]:
         with pytest.raises(UserError, match=said):
             fetched(url, tmp_path)
-
-
-def test_a_file_that_cannot_be_written_is_told(server: FaultyServer, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="No such file"):
-        fetched(f"{server.url}/file", tmp_path / "no" / "directory")

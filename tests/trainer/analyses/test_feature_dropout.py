@@ -169,15 +169,6 @@ def test_the_one_sample_is_named_by_its_index(data: Path, tmp_path: Path, monkey
         ANALYSIS.analyze([LoadedRun(run_dir) for run_dir in runs], config=config.model_copy(update={"of_sample": 1}))
 
 
-def test_examples_without_any_label_are_said(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = plant_two_runs(data, tmp_path, monkeypatch, DropBottom(0.5))
-    test = read_pictures(data / "test")
-    without = {space: torch.full_like(label_N, NO_LABEL) for space, label_N in test.by_label.items()}
-    monkeypatch.setattr(LoadedRun, "test", replace(test, by_label=without))
-    with pytest.raises(UserError, match="no example has label_base or label_overlay, so there is no right class"):
-        ANALYSIS.analyze([LoadedRun(run_dir) for run_dir in runs], config=CONFIG)
-
-
 def test_probabilities_are_those_of_scipy() -> None:
     from scipy.special import softmax
 

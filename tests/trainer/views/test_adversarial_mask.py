@@ -15,7 +15,6 @@ from torch import Tensor
 from configs import resolve_recipe
 from data_pipeline.core.batch import Batch
 from data_pipeline.core.counter_rng import DrawKeys
-from data_pipeline.core.errors import UserError
 from tests.small_encoder import CONVNET
 from trainer.build import Training, build_training
 from trainer.objectives import nt_xent_loss
@@ -140,8 +139,6 @@ def test_the_network_learns_to_hide_what_the_encoder_reads() -> None:
     assert right_BN.gather(1, hides_left_B).max() < 0.2
 
 
-def test_pictures_that_are_too_small_and_sounds_are_refused() -> None:
+def test_pictures_that_are_too_small_are_refused() -> None:
     with pytest.raises(ValueError, match="need pictures of 8 x 8 or more, got 7 x 20"):
         AdversarialMaskConfig().check_image_size(height=7, width=20)
-    with pytest.raises(UserError, match='"adversarial_mask" are for pictures, not for sounds'):
-        resolve_recipe("audio:spectral", ["views={kind: adversarial_mask}", "adversary={}"])
