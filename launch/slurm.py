@@ -12,7 +12,11 @@ Settings of your cluster can stand in ./slurm.yaml, as lines such as `partition:
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
+
+if not __package__:  # a script; else it would run the code of another clone that is installed here
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data_pipeline.core.arguments import positive, whole
 from data_pipeline.core.errors import run_command

@@ -8,7 +8,11 @@ Repeat the command that submitted a study to submit those of its runs again that
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
+
+if not __package__:  # a script; else it would run the code of another clone that is installed here
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data_pipeline.core.errors import run_command
 

@@ -11,6 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+if not __package__:  # a script; else it would run the code of another clone that is installed here
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from data_pipeline.core.arguments import number, positive
 from data_pipeline.core.errors import run_command
 from data_pipeline.core.imports import add_code_argument, import_code, without_garbage_collection

@@ -72,3 +72,17 @@ def test_another_package_that_hides_one_of_ours_is_named_with_both_places(tmp_pa
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert done.stderr == f"error: Python finds configs at {other}, which hides {ROOT}/configs; remove or rename it\n"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", ["train", "slurm", "status"])
+def test_a_script_runs_the_code_beside_it_and_not_that_of_a_clone_that_is_installed(name: str, tmp_path: Path) -> None:
+    for file, text in {
+        f"launch/{name}.py": (ROOT / f"launch/{name}.py").read_text(),
+        "data_pipeline/__init__.py": "raise SystemExit('this clone')",
+    }.items():
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).write_text(text)
+    command = [sys.executable, str(tmp_path / f"launch/{name}.py")]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, timeout=60)
+    assert done.stderr == b"this clone\n"
