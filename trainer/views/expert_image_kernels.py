@@ -222,9 +222,10 @@ def _change_kernel(
             red = _luma(red, green, blue)
             green = red
             blue = red
-        tl.store(out_ptr + pixel, red)
-        tl.store(out_ptr + second + pixel, green)
-        tl.store(out_ptr + third + pixel, blue)
+        entry = start + tl.arange(0, _PIXELS)
+        tl.store(out_ptr + entry, red, entry < H * W)
+        tl.store(out_ptr + second + entry, green, entry < H * W)
+        tl.store(out_ptr + third + entry, blue, entry < H * W)
 
 
 @triton.jit
