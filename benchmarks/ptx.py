@@ -1,4 +1,4 @@
-"""Run the machine code of kernels in Triton on a CPU: compiled for an H100 that need not be there, executed in NumPy.
+"""Run the machine code of kernels in Triton on a CPU: compiled for a GPU that need not be there, executed in NumPy.
 
 The code is PTX, which a driver of NVIDIA takes. All threads of all programs execute it together, one instruction after
 the other. Beside results, this finds what a GPU may not show for long: an address outside of the tensors of the launch,
@@ -17,7 +17,6 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 from unittest import mock
@@ -117,14 +116,15 @@ def _encoded(numbers: Array, kind: str, width: int) -> Array:
     """Return the bits of registers of so many bits, from numbers that are not yet rounded to their kind."""
     if kind == "pred":
         return numbers.astype(bool)
+    single, *pair = kind.split("x")
     if kind.startswith("bf"):
         bits = numbers.astype(np.float32).view(np.uint32)
         rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
         numbers = np.where(np.isnan(numbers), np.uint32(0x7FFF), rounded).astype(np.uint16)
     elif kind.startswith("f"):
-        numbers = numbers.astype(f"f{int(kind[1:]) // 8}")
-    if kind.endswith("x2"):
-        return np.ascontiguousarray(numbers).view(np.uint32)[:, 0]
+        numbers = numbers.astype(f"f{int(single[1:]) // 8}")
+    if pair:
+        return np.ascontiguousarray(numbers).view(f"u{2 * numbers.itemsize}")[:, 0]
     if numbers.dtype.kind == "f":
         numbers = numbers.view(f"u{numbers.itemsize}")
     return numbers.astype(f"{numbers.dtype.kind}{width // 8}").view(f"u{width // 8}")  # with its sign
@@ -265,6 +265,8 @@ class Machine:
             return self._of_grid[axis] if operand[1] == "c" else np.full(self._N, self._grid[axis])
         if operand == "global_smem":
             return np.zeros(self._N, np.int64)
+        if operand.startswith("%"):  # nothing was written to it
+            return np.full(self._N, (1 << 64) - 1, np.uint64)
         number = int(operand[2:], 16) if operand.startswith("0f") else int(operand, 0)
         return np.full(self._N, number)
 
@@ -333,9 +335,9 @@ class Machine:
     def _setp(self, one: Instruction, does: Array) -> None:
         x, y = (self._read(each, one.modifiers[-1]) for each in one.operands[1:])
         name = one.modifiers[0]
-        holds = _COMPARISONS[name[:2]](x, y)
+        holds = _COMPARISONS[name[:2]](x, y) if name != "nan" else np.zeros(self._N, bool)
         unordered = np.isnan(x) | np.isnan(y) if x.dtype.kind == "f" else np.zeros(self._N, bool)
-        self._write(one.operands[0], np.where(unordered, name[2:] == "u", holds), "pred", does)
+        self._write(one.operands[0], np.where(unordered, name[2:] in {"u", "n"}, holds), "pred", does)
 
     def _cvt(self, one: Instruction, does: Array) -> None:
         *how, to, source = one.modifiers
@@ -495,35 +497,41 @@ class Machine:
     _stmatrix = _ldmatrix
 
 
-class _H100:
-    """A driver of Triton for an H100 that is not there. Its number is not that of a GPU that may be there."""
+class _Driver:
+    """A driver of Triton for a GPU that is not there. Its number is not that of a GPU that may be there."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, WARP)
+        return GPUTarget("cuda", self._capability, WARP)
 
     def get_current_device(self) -> int:
-        return 90
+        return self._capability
 
     def get_current_stream(self, _: int) -> int:
         return 0
 
 
-@contextmanager
-def compiling_for_an_h100() -> Any:
-    """Let Triton compile for an H100, whatever is there."""
-    with mock.patch.object(triton.runtime.driver, "_active", _H100()):
-        yield
+def compiled_for(capability: int, kernel: Any, programs: Sequence[int], *arguments: Any, **constants: Any) -> Any:
+    """Return what Triton compiles for a launch on a GPU, such as 90 for an H100, whatever is there."""
+    with mock.patch.object(triton.runtime.driver, "_active", _Driver(capability)):
+        return kernel.warmup(*arguments, grid=tuple(programs), **constants)
 
 
 def machine_of(
-    kernel: Any, programs: Sequence[int], *arguments: Any, chosen: Sequence[int] | None = None, **constants: Any
+    kernel: Any,
+    programs: Sequence[int],
+    *arguments: Any,
+    chosen: Sequence[int] | None = None,
+    capability: int = 90,
+    **constants: Any,
 ) -> Machine:
     """Return the machine of a launch on tensors of a CPU, whose memory it changes when it runs.
 
     With `chosen`, only those programs run, to count their work, and no order is checked.
     """
-    with compiling_for_an_h100():
-        compiled = kernel.warmup(*arguments, grid=tuple(programs), **constants)
+    compiled = compiled_for(capability, kernel, programs, *arguments, **constants)
     given = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
     tensors: dict[int, Array] = {}
     addresses: dict[int, int] = {}  # of a storage here, and there

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from unittest import mock
 
 import triton
@@ -18,11 +19,16 @@ from benchmarks import ptx
 from benchmarks.kernels import launched_by
 from trainer import triton_works
 
+CAPABILITIES: Final = (80, 90, 100)
+
 
 @contextmanager
-def on_the_cpu() -> Iterator[mock.Mock]:
-    """Let kernels take tensors of a CPU, which runs their machine code; yields what counts their launches."""
-    launches = mock.Mock(wraps=ptx.launch)
+def on_the_cpu(capability: int = 90) -> Iterator[mock.Mock]:
+    """Let kernels take tensors of a CPU, which runs their machine code; yields what counts their launches.
+
+    capability: that of the GPU for which they are compiled: 80 is an A100, 90 an H100 or H200, 100 a B200.
+    """
+    launches = mock.Mock(wraps=functools.partial(ptx.launch, capability=capability))
     with mock.patch.object(triton_works, "DEVICE", "cpu"), launched_by(launches):
         yield launches
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.gloo import run_ranks
-from tests.trainer.machine_code import assert_in_registers, compiled_for_an_h100, on_the_cpu
+from tests.trainer.machine_code import CAPABILITIES, assert_in_registers, compiled_for_an_h100, on_the_cpu
 from trainer import triton_works
 from trainer.distributed.collectives import rank
 from trainer.models import batch_norm, batch_norm_kernels
@@ -39,9 +39,9 @@ ODD_SHAPES = [(6, 3, 5, 7), (1, 70, 3, 3), (2, 1, 4, 4), (8, 8, 1, 1), (6, 130)]
 
 
 @contextmanager
-def few_programs(most: int = 4) -> Iterator[None]:
+def few_programs(most: int = 4, *, capability: int = 90) -> Iterator[None]:
     """Run kernels on the CPU, with so few programs in a launch that each goes through several tiles."""
-    with on_the_cpu(), mock.patch.object(batch_norm_kernels, "_NUM_PROGRAMS", most):
+    with on_the_cpu(capability), mock.patch.object(batch_norm_kernels, "_NUM_PROGRAMS", most):
         yield
 
 
@@ -227,13 +227,14 @@ def test_two_ranks_with_other_numbers_of_rows_are_as_one_process_and_each_way_ta
 
 
 @pytest.mark.pinned
-def test_before_their_first_use_right_kernels_pass_and_wrong_ones_do_not() -> None:
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_before_their_first_use_right_kernels_pass_and_wrong_ones_do_not(capability: int) -> None:
     right = batch_norm_kernels.gradients
 
     def wrong(grad: Tensor, *others: Any, **settings: Any) -> Any:
         return right(1.1 * grad, *others, **settings)
 
-    with few_programs():
+    with few_programs(capability=capability):
         for dtype in triton_works.DTYPES:
             batch_norm._try_out(batch_norm_kernels, dtype)
         with (

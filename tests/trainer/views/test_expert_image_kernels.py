@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks import ptx
 from data_pipeline.core.counter_rng import DrawKeys
-from tests.trainer.machine_code import assert_in_registers, on_the_cpu
+from tests.trainer.machine_code import CAPABILITIES, assert_in_registers, on_the_cpu
 from trainer import triton_works
 from trainer.views import expert_image, expert_image_kernels
 from trainer.views.expert_image import NO_VIEWS, ExpertDraws, ExpertImage, ExpertImageConfig, draw, huang_views
@@ -71,14 +71,19 @@ def assert_equal_views(found: Tensor, expected: Tensor, case: object) -> None:
 
 
 @pytest.mark.pinned
-@pytest.mark.parametrize(("config", "height", "width", "channels", "num"), CASES)
-def test_views_are_those_of_a_cpu(config: ExpertImageConfig, height: int, width: int, channels: int, num: int) -> None:
+@pytest.mark.parametrize(
+    ("config", "height", "width", "channels", "num", "capability"),
+    [*((*case, 90) for case in CASES), (STRONG, 33, 47, 3, 2, 100)],
+)
+def test_views_are_those_of_a_cpu(
+    config: ExpertImageConfig, height: int, width: int, channels: int, num: int, capability: int
+) -> None:
     x = pictures(num, channels=channels, height=height, width=width)
     policy, draws = ExpertImage(config), draw(config, keys(num), size=(height, width))
     if config == GAUSSIAN:
         x = x.bfloat16().float().contiguous(memory_format=torch.channels_last)
     before = x.clone()
-    with on_the_cpu():
+    with on_the_cpu(capability):
         found = policy.apply_draws(x, draws)
     assert_equal_views(found, policy.apply_draws(x, draws), config)
     assert torch.equal(x, before)
@@ -88,13 +93,14 @@ def test_views_are_those_of_a_cpu(config: ExpertImageConfig, height: int, width:
 
 
 @pytest.mark.pinned
-def test_before_their_first_use_right_kernels_pass_and_wrong_ones_do_not() -> None:
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_before_their_first_use_right_kernels_pass_and_wrong_ones_do_not(capability: int) -> None:
     """The second policy of the trial has no kernels here."""
     right = expert_image_kernels.views
     for factor in (1.0, 1.1):
         found = mock.Mock(side_effect=[expert_image_kernels] * 2 + [None] * 2)
         wrong = mock.patch.object(expert_image_kernels, "views", lambda x, draws, f=factor: right(x, draws) * f)
-        with on_the_cpu(), mock.patch.object(expert_image, "kernels", found), wrong:
+        with on_the_cpu(capability), mock.patch.object(expert_image, "kernels", found), wrong:
             if factor == 1:
                 expert_image._try_out(expert_image_kernels, torch.float32)
             else:
@@ -150,8 +156,7 @@ def test_compiled_for_an_h100_kernels_spill_nothing(
     compiled: list[Any] = []
 
     def compile_only(kernel: Any, programs: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        with ptx.compiling_for_an_h100():
-            compiled.append(kernel.warmup(*arguments, grid=programs, **constants))
+        compiled.append(ptx.compiled_for(90, kernel, programs, *arguments, **constants))
 
     monkeypatch.setattr(triton_works, "DEVICE", "cpu")
     monkeypatch.setattr(expert_image, "kernels", lambda *_: expert_image_kernels)

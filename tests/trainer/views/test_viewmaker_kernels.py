@@ -28,7 +28,7 @@ from benchmarks.kernels import (
 )
 from data_pipeline.core.counter_rng import DrawKeys
 from tests.old_versions import needs_gpu_tensors_without_data
-from tests.trainer.machine_code import assert_in_registers, compiled_for_an_h100, on_the_cpu
+from tests.trainer.machine_code import CAPABILITIES, assert_in_registers, compiled_for_an_h100, on_the_cpu
 from trainer import triton_works
 from trainer.views import viewmaker, viewmaker_kernels
 from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
@@ -246,13 +246,14 @@ def test_noise_is_that_of_a_cpu_bit_for_bit() -> None:
 
 
 @pytest.mark.pinned
-def test_before_their_first_use_right_kernels_pass_and_wrong_ones_do_not() -> None:
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_before_their_first_use_right_kernels_pass_and_wrong_ones_do_not(capability: int) -> None:
     right = viewmaker_kernels._normalise_gradient
 
     def wrong(grad: Tensor, *others: Any) -> Any:
         return right(1.1 * grad, *others)
 
-    with on_the_cpu():
+    with on_the_cpu(capability):
         for dtype in ROUNDING:
             viewmaker._try_out(viewmaker_kernels, dtype)
         with (
