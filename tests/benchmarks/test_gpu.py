@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pickle
 import subprocess
 import sys
@@ -134,20 +133,6 @@ def test_every_run_has_settings_that_its_config_takes_and_a_name_of_its_own(tmp_
         assert (config.precision, Path(config.data.probed_dir)) == ("bfloat16", setting.data / run.dataset / "train")
 
 
-def test_the_list_says_what_is_expected_and_what_is_filed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "FILED", tmp_path)
-    setting = Setting(torch.device("cpu"), tmp_path / "out", tmp_path / "data")
-    stages = gpu.chosen("digits-masked,pairs")
-    name = "viewmaker-cifar10_digits-masked-seed2: train"
-    where = {"device": "NVIDIA H9", "git_commit": "0123456789abcdef"}
-    filed = {"stages": {"digits-masked": {name: {"session": 0, "seconds": 600}}}, "sessions": [where]}
-    (tmp_path / "gpu_h9.json").write_text(json.dumps(filed))
-    assert gpu.listing(stages, setting).splitlines() == [
-        "digits-masked      13.0 min   1 of 2 filed (NVIDIA H9 at 01234567)",
-        "pairs              32.0 min   0 of 4 filed",
-    ]
-
-
 @pytest.mark.parametrize(
     ("status", "summary", "holds"),
     [
@@ -203,8 +188,3 @@ def test_a_trace_tells_the_slowest_kernels_and_the_idle_share() -> None:
     assert found["idle_share"] == 0.2
     assert busy_microseconds(kernels) == 8
     assert found["slowest"][0] == {"kernel": "gemm", "share": 0.875, "calls_a_step": 2, "microseconds_a_step": 7}
-
-
-def test_a_trace_without_kernels_says_what_to_check() -> None:
-    with pytest.raises(RuntimeError, match="may profile the GPU"):
-        summary([], num_launches=0, num_steps=1)

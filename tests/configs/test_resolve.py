@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from configs import studies as of_papers
-from configs.resolve import describe_recipes, explain, recipes, resolve_recipe, resolve_study, studies
+from configs.resolve import explain, recipes, resolve_recipe, resolve_study, studies
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import difference
 from data_pipeline.overlays.noise import NoiseOptions
@@ -263,12 +263,3 @@ def test_overrides_reach_every_run_of_a_study() -> None:
         (name, seed) for name in ("debug-image", "debug-viewmaker") for seed in (0, 1)
     }
     assert [difference(a, b) for a, b in zip(study, changed, strict=True)] == [["num_epochs"]] * 4
-
-
-def test_the_list_has_every_recipe_and_study_with_what_it_is() -> None:
-    lines = describe_recipes().splitlines()
-    told = dict(line.split(maxsplit=1) for line in lines if line.startswith("  "))
-    assert list(told) == [*recipes(), *studies()]
-    assert all(len(text.split()) >= 3 for text in told.values())
-    assert lines[0] == "recipes, for --config:"
-    assert "studies, for --study of launch/slurm.py:" in lines

@@ -21,13 +21,11 @@ from tests.commands import Call
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import plant, write_run
 from tests.trainer.probed_runs.test_probe_command import make_run
-from tests.trainer.probes.toy import toy_pictures
 from trainer.analyses.analysis import LoadedRun
 from trainer.analyses.views import ANALYSIS, ViewsAnalysisConfig, mean_change
 from trainer.analyze import ANALYSES, TITLE, load_analysis, main
 from trainer.modules import build_modules
-from trainer.observability.figures import GAP, LEFT, TOP, GridRow, difference_pictures, picture_grid
-from trainer.observability.view_grid import choose_pictures
+from trainer.observability.figures import GAP, LEFT, TOP, GridRow, picture_grid
 from trainer.probes.features import read_pictures
 from trainer.run_dir import RunDir
 from trainer.views.expert_audio import clean_spectrogram
@@ -56,14 +54,6 @@ def test_change_is_split_by_the_mask() -> None:
         assert mean_change([(change_NHW, masks)])[1:] == (None, None)
 
 
-def test_difference_is_grey_where_nothing_changed_and_scaled_elsewhere() -> None:
-    difference = np.zeros((1, 2, 2, 3), dtype=np.float32)
-    difference[0, 0, 0] = [0.1, -0.1, 0.9]
-    shown = difference_pictures(difference, gain=4)
-    np.testing.assert_allclose(shown[0, 0, 0], [0.9, 0.1, 1.0], atol=1e-6)
-    np.testing.assert_array_equal(shown[0, 1], 0.5)
-
-
 def test_grid_shows_every_pixel_as_an_equal_square() -> None:
     """The first picture of each row is read back from the PNG, pixel by pixel."""
     draw = np.random.default_rng(0)
@@ -78,14 +68,6 @@ def test_grid_shows_every_pixel_as_an_equal_square() -> None:
             cell = pixels[top : top + 128, left : left + 128]
             expected = np.round(row.pictures_NHWC[column] * 255).repeat(scale, 0).repeat(scale, 1)
             np.testing.assert_allclose(cell, expected, atol=1)
-
-
-def test_shown_pictures_take_the_classes_in_turn() -> None:
-    pictures = toy_pictures(50, seed=3)
-    rows = choose_pictures(pictures, 5)
-    assert pictures.by_label["base"][rows].tolist() == [0, 1, 0, 1, 0]
-    assert len(set(rows.tolist())) == 5
-    assert rows[0] == (pictures.by_label["base"] == 0).nonzero()[0]
 
 
 def test_numbers_are_those_of_the_views_that_training_draws(run_dir: RunDir) -> None:

@@ -15,31 +15,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_the_last_line_has_the_last_note(capsys: pytest.CaptureFixture[str], clock: list[float]) -> None:
-    with Progress("train", total=3) as progress:
-        for note in ("loss 3.0", "", "loss 1.0"):
-            clock[0] += 2.0
-            progress.advance(note=note)
-    assert capsys.readouterr().err == "train: 3/3 in 6 s, loss 1.0\n"
-
-
 def test_a_slow_job_says_how_long_it_will_take(capsys: pytest.CaptureFixture[str], clock: list[float]) -> None:
     with Progress("build", total=100, start=50) as progress:
         for _ in range(20):
             clock[0] += 1.0
             progress.advance()
     assert capsys.readouterr().err.splitlines() == ["build: 61/100, 39 s left", "build: 70/100 in 20 s"]
-
-
-def test_a_slow_beginning_does_not_count(capsys: pytest.CaptureFixture[str], clock: list[float]) -> None:
-    """The first step of a compiled network takes a minute, and the others a tenth of a second."""
-    with Progress("train", total=1_000) as progress:
-        clock[0] += 67.0
-        progress.advance()
-        for _ in range(11):
-            clock[0] += 1.0
-            progress.advance(10)
-    assert capsys.readouterr().err.splitlines()[:2] == ["train: 1/1000, 66933 s left", "train: 111/1000, 89 s left"]
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,12 +52,6 @@ def test_a_command_under_a_user_id_without_an_account_has_a_name() -> None:
     assert names == [f"uid-{os.getuid()}"]
 
 
-def test_the_name_of_a_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOGNAME", "ada")
-    run_command(lambda: None)
-    assert os.environ["LOGNAME"] == "ada"
-
-
 def test_a_container_has_the_cores_of_its_quota(tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     quotas = {None: cores, "max 100000": cores, "50000 100000": 1, f"{cores * 100_000 - 1} 100000": cores}

@@ -22,7 +22,6 @@ from scipy.special import softmax
 
 from configs import debug
 from data_pipeline.core.counter_rng import DrawKeys
-from tests.commands import Call
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import write_run
 from trainer.analyses.play import page
@@ -146,14 +145,6 @@ def test_one_small_file_that_needs_nothing_else(written: Path) -> None:
     hostile = {"labels": [{"classes": ["</script><img src=x onerror=alert(1)>"]}]}
     assert state_of(page(hostile)) == hostile
     assert "<img" not in page(hostile)
-
-
-def test_only_the_page_has_a_name_of_its_own(runs: list[RunDir], call: Call) -> None:
-    for name, option, message in (
-        ("views", "--out", "--out names the page of play; views writes into the run directories"),
-        ("play", "--together", "play writes one page of all runs, so leave out --together"),
-    ):
-        assert message in call(main, name, runs[0].path, option, "x.html").stderr
 
 
 @pytest.mark.process

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from data_pipeline.core.errors import UserError
 from tests.tiny_data import write_tiny_pair
@@ -15,7 +12,6 @@ from tests.trainer.analyses.planted import DropBottom, plant, write_run
 from trainer.analyses.analysis import LoadedRun
 from trainer.analyses.filters import silhouette
 from trainer.analyses.tsne import ANALYSIS, TSNEConfig, map_of
-from trainer.analyze import TITLE, main
 
 
 def test_planted_clusters_stay_clusters_in_the_map() -> None:
@@ -27,27 +23,6 @@ def test_planted_clusters_stay_clusters_in_the_map() -> None:
     assert found is not None
     assert found > 0.7
     np.testing.assert_array_equal(map_of(x_NC, perplexity=30, seed=seed), points_N2)
-
-
-def test_maps_of_several_runs_are_drawn_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = write_tiny_pair(tmp_path / "data", num_train=8, num_test=80)
-    plant(monkeypatch, one=DropBottom(0.0), two=DropBottom(0.0))
-    runs = [write_run(tmp_path / name, data) for name in ("one", "two")]
-    together = tmp_path / "all.png"
-    paths = [str(run.path) for run in runs]
-    monkeypatch.setattr(
-        sys, "argv", ["analyze", "tsne", *paths, "--set", "num_samples=70", "--together", str(together)]
-    )
-    main()
-    maps = [np.asarray(Image.open(run.analysis / "tsne.png").convert("RGB")) for run in runs]
-    height, width = maps[0].shape[:2]
-    pixels = np.asarray(Image.open(together))
-    assert pixels.shape == (height + TITLE, 2 * width, 3)
-    np.testing.assert_array_equal(pixels[TITLE:, width:], maps[1])
-    scores = json.loads((runs[0].analysis / "tsne.json").read_text())["silhouette"]
-    assert max(scores["base"], scores["overlay"]) > 0.2
-    for panel in np.split(maps[0], [width // 2], axis=1):  # one for each label, in the colours of its classes
-        assert {tuple(pixel) for pixel in panel.reshape(-1, 3)} >= {(31, 119, 180), (255, 127, 14)}
 
 
 @pytest.mark.parametrize("value", [1.0, float("nan")])

@@ -24,10 +24,9 @@ from trainer import load_encoder
 from trainer.checkpoint.run_state import DataIdentity
 from trainer.export import main
 from trainer.exports.encoder import export_onnx, save_encoder, save_pretrained
-from trainer.exports.model_card import config_of_the_hub
 from trainer.models import Encoder, ResNetConfig, TimmConfig, build_encoder
 from trainer.models.encoder import Normalization
-from trainer.pretrained import ExportHeader, load_modules
+from trainer.pretrained import load_modules
 from trainer.run_dir import RunDir, write_json
 
 SMALL_VIT = TimmConfig(name="vit_tiny_patch16_224", options={"img_size": 32, "patch_size": 8, "depth": 1}, **CIFAR10)
@@ -55,19 +54,6 @@ def test_a_wrapped_encoder_is_saved_as_the_encoder_itself(tmp_path: Path) -> Non
         save_pretrained(source, tmp_path / name)
     for file in ("config.json", "README.md", "model.safetensors"):
         assert (tmp_path / "wrapped" / file).read_bytes() == (tmp_path / "plain" / file).read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("encoder", "input_size", "size"),
-    [
-        (ResNetConfig(kind="resnet18", **CIFAR10), (64, 48), (3, 64, 48)),
-        (SMALL_VIT, None, (3, 32, 32)),  # its own `img_size`
-        (ResNetConfig(kind="resnet18", **CIFAR10), None, None),
-    ],
-)
-def test_the_hub_is_told_the_size_of_the_inputs(encoder: Any, input_size: Any, size: Any) -> None:
-    header = ExportHeader(run="run", step=0, git_commit=None, encoder=encoder)
-    assert config_of_the_hub(header, input_size=input_size)["pretrained_cfg"].get("input_size") == size
 
 
 def test_the_card_of_a_run_says_data_settings_steps_and_probes(run_dir: RunDir, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from configs import resolve_recipe
 from configs.resolve import resolve_study
@@ -23,7 +21,6 @@ from trainer.config import RunConfig
 from trainer.observability import wandb_run
 from trainer.observability.tracking import StepPictures
 from trainer.observability.wandb_run import offline_steps, summarize
-from trainer.profiling import memory_in_use
 from trainer.run_dir import RunDir
 from trainer.training_log import open_tracker
 
@@ -175,11 +172,3 @@ def test_tensorboard_has_every_step_once_and_the_pictures(tmp_path: Path) -> Non
     assert [event.value for event in events.Scalars("train/loss")] == pytest.approx([1 / step for step in range(1, 7)])
     assert events.Images("views/grid")[-1].step == 6
     assert events.Histograms("views/change")[-1].histogram_value.num == 3
-
-
-def test_memory_in_use_is_what_the_system_says() -> None:
-    block = np.ones(200_000_000, np.uint8)
-    used = memory_in_use(torch.device("cpu"))
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
-    assert list(used) == ["memory/resident_gigabytes"]
-    assert used["memory/resident_gigabytes"] >= 0.99 * resident > block.nbytes / 1e9

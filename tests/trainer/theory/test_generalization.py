@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from trainer.analyses.concentration import largest_clique
 from trainer.objectives.barlow_twins import barlow_twins_loss
 from trainer.objectives.linear_loss import linear_loss
 from trainer.objectives.nt_xent import nt_xent_loss
@@ -303,17 +304,8 @@ def test_verdicts_of_planted_classifiers() -> None:
 # The error bound
 
 
-def largest_clique(close_NN: Tensor) -> int:
-    num = len(close_NN)
-    for size in range(num, 0, -1):
-        for chosen in itertools.combinations(range(num), size):
-            if all(close_NN[a, b] for a, b in itertools.combinations(chosen, 2)):
-                return size
-    return 0
-
-
 def test_concentration_equals_brute_force_over_views() -> None:
-    """Compare with d_A between views as points (t', u), and with the largest clique found by trying all."""
+    """Compare with d_A between views as points (t', u), and with the largest clique."""
     settings = BoundSettings(samples_a_class=8, outlier_shares=(0.25,), num_classes=2)
     samples = draw_samples(settings, seeds=(3,), device=CPU)
     strength, deltas = 0.2, torch.tensor([0.05, 0.6], dtype=torch.float64)
