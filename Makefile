@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 # In pytest-xdist 3.8, a new worker in place of one that crashed crashes in the same test, and the end is never reached.
 WORKERS := --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 COMPILED := deepspeed hypothesis matplotlib networkx numba numpy scipy sklearn sympy timm torch torchvision wandb
-DEMO_TRAIN = OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node \
+DEMO_TRAIN = OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --local-addr localhost --nproc-per-node \
 	$$($(BIN)/python -c 'import torch; print(1 if torch.cuda.device_count() == 1 else 2)') -m launch.train
 # Containers often set this. Without saved bytecode, every process that a test starts compiles all modules again.
 export PYTHONDONTWRITEBYTECODE :=
