@@ -242,16 +242,6 @@ def test_epochs_of_other_views_do_not_put_the_alarm_of_a_viewmaker_off(views: Ba
     assert came_at == [comes_at]
 
 
-def test_an_alarm_is_one_sentence_with_numbers_and_comes_once() -> None:
-    alarms, collapsed = Alarms(AlarmConfig(after_steps=30)), {"views/budget_spent": 1e-4}
-    assert [alarms.check(collapsed, step) for step in (10, 20, 30)] == [[], [], []]
-    assert alarms.check(collapsed, 40) == [
-        "the views have become the identity: they equal their pictures "
-        "(views/budget_spent is 0.0001 at step 40, below 0.00196 since step 10)"
-    ]
-    assert alarms.check(collapsed, 50) == []
-
-
 def test_an_alarm_that_was_over_comes_again_and_a_passing_one_never() -> None:
     alarms = Alarms(AlarmConfig(after_steps=20))
     low, high = {"embeddings/effective_rank": 1.2}, {"embeddings/effective_rank": 30.0}

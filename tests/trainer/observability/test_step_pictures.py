@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 from configs import resolve_recipe
@@ -39,13 +38,3 @@ def test_pictures_come_when_due_and_leave_training_as_it_was(tmp_path: Path) -> 
     assert change_N.shape == (NUM_MEASURED,)
     assert 0 < change_N.max() <= 0.05 + 1e-6  # the budget, less what the clamp takes
     np.testing.assert_array_equal(grid_HWC, again.images["views/grid"])  # the same samples and draws
-
-
-@pytest.mark.parametrize(
-    ("setting", "mode"), [("pictures_every_steps=null", ""), ("wandb=disabled", ""), ("wandb=auto", "disabled")]
-)
-def test_without_wish_no_sample_is_read(setting: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", mode)
-    config = resolve_recipe("debug:viewmaker", [f"tracking.{setting}"])  # its data are not there
-    pictures = step_pictures(config.tracking, torch.nn.Identity(), data=config.data, seed=0, device=CPU)
-    assert pictures(500) is None

@@ -107,25 +107,21 @@ def test_knn_tables_take_the_best_checkpoint_as_the_paper_does(tmp_path: Path, m
     assert cell.startswith("89.0 ± ")
 
 
-def test_errors_are_drawn_over_the_concentration_of_the_same_transforms(
+def test_errors_of_one_method_and_dataset_are_drawn_over_the_concentration_of_the_same_transforms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for pair, accuracies in {"ab": (0.61, 0.63), "ad": (0.81,), "de": (0.71,)}.items():
+    of_others = {"moco-cifar100-a": (0.4,), "barlow_twins-cifar10-a": (0.3,)}
+    of_moco = {"moco-cifar10-a": (0.61, 0.63), "moco-cifar10-ab": (0.81,), "moco-cifar10-abc": (0.71,)}
+    for run, accuracies in (of_moco | of_others).items():
         for seed, accuracy in enumerate(accuracies):
-            path = study_run(
-                tmp_path / "runs",
-                "pairs",
-                f"simclr-huang-cifar10-{pair}-200epochs",
-                seed=seed,
-                trained={"base": [accuracy]},
-            )
-    assert "concentration" not in page_of("pairs", tmp_path, monkeypatch)
+            study_run(tmp_path / "runs", "richness", run, seed=seed, trained={"base": [accuracy]})
+    assert "concentration" not in page_of("richness", tmp_path, monkeypatch)
 
-    def of_pair(*outside: float) -> list[dict[str, float]]:
+    def of_letters(*outside: float) -> list[dict[str, float]]:
         return [{"delta": 9 + number, "outside": one, "outside_worst": 1.0} for number, one in enumerate(outside)]
 
-    sets = {"ab": of_pair(0.7, 0.5), "ad": of_pair(0.3, 0.6), "de": of_pair(0.6, 0.4), "ac": of_pair(0.7, 0.6)}
-    analysis = RunDir(path).analysis
+    sets = {"a": of_letters(0.7, 0.5), "ab": of_letters(0.3, 0.6), "abc": of_letters(0.6, 0.4), "e": of_letters(0, 0)}
+    analysis = RunDir(tmp_path / "runs/moco-cifar10-ab-seed0").analysis
     write_json(analysis / "concentration.json", {"sets": sets})
     (analysis / "concentration.png").write_bytes((analysis / "views.png").read_bytes())
     drawn: dict[str, dict[str, tuple[float, float]]] = {}
@@ -136,36 +132,13 @@ def test_errors_are_drawn_over_the_concentration_of_the_same_transforms(
         return b"a"
 
     monkeypatch.setattr("trainer.reports.studies.rank_scatter", draw)
-    page = page_of("pairs", tmp_path, monkeypatch)
+    page = page_of("richness", tmp_path, monkeypatch)
     assert "(page/concentration.png)" in page
     assert (tmp_path / "page/concentration.png").read_bytes() == b"a"
     assert drawn == {
-        "delta 9": {"ab": (0.7, 39), "ad": (0.3, 20), "de": (0.6, 30)},
-        "delta 10": {"ab": (0.5, 39), "ad": (0.6, 20), "de": (0.4, 30)},
+        "delta 9": {"a": (0.7, 39), "ab": (0.3, 20), "abc": (0.6, 30)},
+        "delta 10": {"a": (0.5, 39), "ab": (0.6, 20), "abc": (0.4, 30)},
     }
-
-
-def test_errors_of_another_method_or_dataset_are_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    letters = ("a", "ab", "abc")
-    accuracies = {f"moco-cifar10-{one}": 0.5 for one in letters} | {
-        "moco-cifar100-a": 0.4,
-        "barlow_twins-cifar10-a": 0.3,
-    }
-    for run, accuracy in accuracies.items():
-        study_run(tmp_path / "runs", "richness", run, trained={"base": [accuracy]})
-    analysis = RunDir(tmp_path / "runs/moco-cifar10-ab-seed0").analysis
-    sets = {one: [{"delta": 9, "outside": 0.5, "outside_worst": 1.0}] for one in letters}
-    write_json(analysis / "concentration.json", {"sets": sets})
-    (analysis / "concentration.png").write_bytes((analysis / "views.png").read_bytes())
-    drawn: list[float] = []
-
-    def draw(panels: Mapping[str, Mapping[str, tuple[float, float]]], **labels: str) -> bytes:
-        drawn.extend(round(y, 6) for points in panels.values() for _, y in points.values())
-        return b"a"
-
-    monkeypatch.setattr("trainer.reports.studies.rank_scatter", draw)
-    page_of("richness", tmp_path, monkeypatch)
-    assert drawn == [51.0, 51.0, 51.0]
 
 
 def test_two_configurations_never_fill_one_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
