@@ -122,21 +122,6 @@ def test_train_and_test_sets_whose_overlays_have_other_layouts_are_refused(confi
     assert f"the overlay of {config.data.train_dir} is scaled, and that of {config.data.test_dir} tiled; " in message
 
 
-def test_a_vision_transformer_on_pictures_of_another_size_is_one_sentence(tmp_path: Path, config: RunConfig) -> None:
-    pytest.importorskip("timm")
-    vit = config.override(
-        ["encoder.kind=timm", "encoder.name=vit_tiny_patch16_224", "encoder.options={depth: 1}"], where="x"
-    )
-    with pytest.raises(UserError) as raised:
-        take(RunDir(tmp_path / "run"), vit)
-    assert str(raised.value) == (
-        f"{config.data.train_dir}: the encoder cannot take inputs of 16 x 16: Input height (16) doesn't match model "
-        "(224); set another encoder.kind, its setting of the size, or another views.kind"
-    )
-    assert not (tmp_path / "run").exists()
-    check_data(vit.override(["encoder.options.img_size=16"], where="x"))
-
-
 @pytest.mark.parametrize(
     "overrides",
     [

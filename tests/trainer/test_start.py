@@ -142,8 +142,6 @@ def test_weights_that_do_not_fit_or_say_no_normalisation_leave_no_run(
             r"does not say by which mean and std .* ImageNet, \[0\.485,.* this train set are mean=\(0\.4",
         ),
         ([f"encoder.weights={weights}", "encoder.width=8"], "does not fit the encoder: of another shape: conv1.weight"),
-        (["encoder.weights=timm"], r"encoder\.weights=timm is for encoder\.kind=timm"),
-        ([f"encoder.weights={tmp_path / 'none.pt'}"], "cannot read weights from"),
     ):
         config = configure(data, *settings)
         with pytest.raises(UserError, match=message):

@@ -267,18 +267,6 @@ def test_a_field_may_hold_an_equals_sign_and_its_extension_capitals_and_a_dot(wo
     assert parse_labels([word]) == {"base": field}
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["a=cls", "a=txt"], r"--label names a twice \(cls and txt\); give each label once"),
-        (["overlay=cls"], r"--label overlay=cls: overlay is the label of what a build draws"),
-    ],
-)
-def test_wrong_names_of_labels_are_told(words: list[str], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        parse_labels(words)
-
-
 # --- overlays
 
 

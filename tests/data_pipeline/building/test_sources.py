@@ -86,14 +86,6 @@ def test_cifar_that_is_missing_or_damaged_says_how_to_get_it(
 # --- a folder of pictures
 
 
-def test_folder_refuses_what_is_not_one(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere does not exist; name the folder"):
-        open_folder(tmp_path / "nowhere", split="train")
-    (tmp_path / "train").mkdir()
-    with pytest.raises(UserError, match=r"holds no pictures \(\.avif, "):
-        open_folder(tmp_path, split="train")
-
-
 def test_folder_names_the_picture_of_another_size(tmp_path: Path) -> None:
     save_picture(tmp_path / "train" / "a" / "0.png", size=(6, 4))
     save_picture(tmp_path / "train" / "b" / "0.png", size=(4, 6))

@@ -24,9 +24,7 @@ from data_pipeline.overlays import OverlayInputs, PixelOverlay, object_mask
 from data_pipeline.overlays.bits import Bits, bits_of
 from data_pipeline.overlays.colours import COLOURS, grey
 from data_pipeline.overlays.dominoes import Dominoes, halve_rows
-from data_pipeline.overlays.registry import load_overlay
 from data_pipeline.sources.digits import resize, sklearn_digits
-from data_pipeline.storage.manifest import load_manifest
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.tools.preview import draw_grid
 from tests.data_pipeline.building.draws import CHI_SQUARE, chi_square, is_uniform, keys_of, random_pictures
@@ -64,20 +62,6 @@ def whole(location: Path, **choices: Any) -> Batch:
 
 
 # --- options
-
-
-def test_options_are_checked_and_stand_in_the_file_and_in_the_manifest(tmp_path: Path) -> None:
-    build = partial(build_dataset, "procedural_colours", tmp_path / "out", limit=20, overlay="online")
-    manifest = build(overlay_options={"correlation": "0.5"})
-    assert manifest.overlay is not None
-    assert manifest.overlay.options == {"correlation": 0.5}
-    sha256 = manifest.files["overlay.safetensors"].sha256
-    assert load_overlay(tmp_path / "out" / "overlay.safetensors", sha256=sha256).options() == {"correlation": 0.5}
-    assert load_manifest(tmp_path / "out") == manifest
-    assert build(overlay_options={"correlation": 0.5}) == manifest
-    with pytest.raises(UserError, match="was built with overlay"):
-        build(overlay_options={"correlation": 0.6})
-    assert not find_problems(tmp_path / "out")
 
 
 # --- bits
