@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.loading.decode import DecodedSamples
 from tests.trainer.probes.toy import ToyEncoder, toy_pictures
@@ -74,10 +73,6 @@ def test_the_pairs_are_all_or_those_that_are_named() -> None:
     assert pairs_of(labels, [("site", "base")]) == [("site", "base")]
     many = {"base": tuple(map(str, range(1_000))), "site": tuple(map(str, range(1_000)))}
     assert pairs_of(many, None) == []
-    with pytest.raises(
-        UserError, match=r'probe\.groups names label_sit, which the samples do not have; did you mean "si'
-    ):
-        pairs_of(labels, [("base", "sit")])
 
 
 def test_labels_and_groups_do_not_change_the_protocol() -> None:
