@@ -79,6 +79,19 @@ def test_of_two_values_for_one_name_the_last_counts_also_on_a_command_line() -> 
     assert run_parser(None, "--list").parse_args(words).set == kinds
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("name.x=1", "which has no settings; write --set name=VALUE"),
+        ("optimiser.momentum=0", 'unknown key "optimiser"; did you mean "optimizer"?'),
+        ("num_epochs", 'has no "="; write --set NAME=VALUE'),
+        ("num_epochs=[", "the value is not YAML"),
+    ],
+)
+def test_what_is_no_setting_is_refused(override: str, said: str) -> None:
+    assert said in refusal(override)
+
+
 def test_a_section_that_a_new_kind_brings_begins_with_the_defaults_of_its_field() -> None:
     objective = resolve_recipe("debug:image", ["objective.kind=byol", "objective.predictor.bias=false"]).objective
     assert objective == BYOLConfig(predictor=BYOLConfig().predictor.model_copy(update={"bias": False}))

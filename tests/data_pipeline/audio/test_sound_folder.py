@@ -96,18 +96,3 @@ def test_rate_and_length_can_be_chosen_and_noise_is_heard_behind(folder: Path, t
     assert min(np.abs(behind - part[: len(behind)]).max() for part in (expected[:6_000], expected[2_000:])) < 1e-4
     with pytest.raises(UserError, match=r"lacks .*feature-dropout"):
         built(folder, tmp_path / "none", "sounds_noise", overlay_options={"noise_root": str(folder)})
-
-
-def test_what_cannot_be_built_is_named(tmp_path: Path) -> None:
-    (tmp_path / "train").mkdir()
-    with pytest.raises(UserError, match="holds no sounds"):
-        built(tmp_path, tmp_path / "out")
-    for number in range(3):
-        (tmp_path / "train" / f"{number}.wav").write_bytes(sound(number)[:-9])
-    with pytest.raises(UserError, match=r"no sound of .* can be read, such as train/.*cut off"):
-        built(tmp_path, tmp_path / "out")
-    (tmp_path / "train" / "0.wav").write_bytes(sound(0))
-    with pytest.raises(UserError, match=r"train/[12]\.wav cannot be read, because it is cut off"):
-        built(tmp_path, tmp_path / "out")
-    with pytest.raises(UserError, match="400 points at 8000 a second are too short"):
-        built(tmp_path, tmp_path / "out", source_options={"sample_rate": "8000", "seconds": "0.05"})

@@ -19,7 +19,6 @@ from trainer.analyses.monitors import (
     MonitorsConfig,
     MonitorsResult,
     decay_exponent,
-    draw_figure,
     eigenspectrum,
     lidar,
     measure,
@@ -125,18 +124,3 @@ def test_a_run_is_measured_in_both_spaces(tmp_path: Path, monkeypatch: pytest.Mo
         assert 1 <= rank <= 2
     assert pooled.alpha is not None
     assert Image.open(png_path).size[0] > 300
-
-
-@pytest.mark.parametrize("value", [torch.nan, 1.0])
-def test_features_that_are_not_finite_or_all_equal_have_a_picture(value: float) -> None:
-    x_ND = torch.full((5, 3), value)
-    found = measure(x_ND, x_ND[:, None].expand(-1, 2, -1), MonitorsConfig())
-    result = MonitorsResult(
-        config=MonitorsConfig(),
-        seed=0,
-        checkpoint_step=1,
-        num_samples=5,
-        spaces={"embedding": found, "pooled": found},
-        test_manifest_sha256="0",
-    )
-    assert draw_figure(result).startswith(b"\x89PNG")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.trainer.objectives.toy_moco import pair_of, toy_encoder, training_views
 from trainer.models.heads import HeadConfig
-from trainer.objectives.byol import BYOL, BYOLConfig
+from trainer.objectives.byol import BYOL, BYOLConfig, byol_loss
 
 CONFIG = BYOLConfig(predictor=HeadConfig(hidden_sizes=(6,), batch_norm=True), momentum=0.8)
 
@@ -19,6 +19,24 @@ CONFIG = BYOLConfig(predictor=HeadConfig(hidden_sizes=(6,), batch_norm=True), mo
 def byol(encoder: nn.Module) -> BYOL:
     torch.manual_seed(1)
     return BYOL(CONFIG, encoder=encoder, embedding_size=5).double()
+
+
+def by_loop(p_a_BD: Tensor, p_b_BD: Tensor, t_a_BD: Tensor, t_b_BD: Tensor) -> Tensor:
+    """Squared distances of unit vectors, summed over the two directions."""
+    distances = []
+    for p_a, p_b, t_a, t_b in zip(p_a_BD, p_b_BD, t_a_BD, t_b_BD, strict=True):
+        first = (p_a / p_a.norm() - t_b / t_b.norm()).square().sum()
+        second = (p_b / p_b.norm() - t_a / t_a.norm()).square().sum()
+        distances.append(first + second)
+    return torch.stack(distances).mean()
+
+
+def test_loss_and_gradients_equal_a_loop_in_float64() -> None:
+    p_a, p_b, t_a, t_b = torch.randn(4, 7, 4, dtype=torch.float64, requires_grad=True).unbind()
+    value, expected = byol_loss(p_a, p_b, t_a, t_b), by_loop(p_a, p_b, t_a, t_b)
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
+    ours, theirs = (torch.autograd.grad(loss, (p_a, p_b)) for loss in (value, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
 
 
 def steps_of_ours(num_steps: int) -> tuple[list[Tensor], dict[str, Tensor]]:

@@ -37,6 +37,24 @@ def loss_by_loop(z_BD: Tensor, keys_BD: Tensor, queue_QD: Tensor, temperature: f
     return torch.stack(losses).mean()
 
 
+def random_inputs() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    z_BD, keys_BD, queue_QD = (torch.randn(num, 6, generator=generator) for num in (7, 7, 12))
+    return 3 * z_BD, keys_BD, nn.functional.normalize(queue_QD, dim=1)
+
+
+@pytest.mark.parametrize("temperature", [0.07, 0.5])
+def test_loss_and_gradient_equal_a_loop_in_float64(temperature: float) -> None:
+    for dtype, rtol in ((torch.float32, 1e-5), (torch.float64, 1e-13)):
+        z_BD, keys_BD, queue_QD = (tensor.to(dtype) for tensor in random_inputs())
+        ours, theirs = z_BD.clone().requires_grad_(), z_BD.clone().requires_grad_()
+        loss = moco_loss(ours, keys_BD, queue_QD, temperature=temperature)
+        expected = loss_by_loop(theirs, keys_BD, queue_QD, temperature)
+        torch.testing.assert_close(loss.double(), expected, rtol=rtol, atol=0)
+        (grad_BD,), (expected_grad_BD,) = torch.autograd.grad(loss, ours), torch.autograd.grad(expected, theirs)
+        assert (grad_BD - expected_grad_BD).norm() <= rtol * expected_grad_BD.norm()
+
+
 def test_the_queue_forgets_the_oldest_keys() -> None:
     queue_QD = torch.eye(8)[:6]
     longer = enqueue(queue_QD, 3 * torch.eye(8)[6:])

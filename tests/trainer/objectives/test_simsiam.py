@@ -36,6 +36,14 @@ def by_loop(p_a_BD: Tensor, p_b_BD: Tensor, z_a_BD: Tensor, z_b_BD: Tensor) -> T
     return -torch.stack(cosines).mean()
 
 
+def test_loss_and_gradients_equal_a_loop_in_float64() -> None:
+    p_a, p_b, z_a, z_b = rows(7, 4, number=4)
+    value, expected = simsiam_loss(p_a, p_b, z_a, z_b), by_loop(p_a, p_b, z_a, z_b)
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
+    ours, theirs = (torch.autograd.grad(loss, (p_a, p_b)) for loss in (value, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+
+
 def test_embeddings_get_no_gradient_but_through_the_predictor() -> None:
     p_a, p_b, z_a, z_b = rows(7, 4, number=4)
     torch.autograd.backward(simsiam_loss(p_a, p_b, z_a, z_b))
