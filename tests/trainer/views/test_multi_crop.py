@@ -67,6 +67,9 @@ def test_what_does_not_fit_is_one_sentence() -> None:
     config = resolve_recipe("debug:image", ["views={kind: multi_crop, local_size: 40}", "objective.kind=dino"])
     with pytest.raises(UserError, match=r"data: views\.local_size is 40, but the pictures have 32 x 32 pixels; set it"):
         check_input_shape(config, height=32, width=32, where="data")
+    config = resolve_recipe("debug:image", [crops, "objective.kind=dino", "encoder={kind: convnet, in_channels: 6}"])
+    with pytest.raises(UserError, match=r"data: colour jitter .* got 6; set jitter_probability=0"):
+        check_input_shape(config, height=32, width=32, where="data")
     nets = [f"encoder={{kind: convnet, dense_size: {size}}}" for size in (8, "null")]
     one_size, any_size = (resolve_recipe("debug:image", [crops, "objective.kind=dino", net]) for net in nets)
     with pytest.raises(UserError, match=r"data: .* its dense layer is for 32 x 32.* set"):
