@@ -99,7 +99,7 @@ def run_command(main: Callable[[], None]) -> None:
     atexit.register(gc.freeze)  # else Python searches all objects of torch for garbage at the end, for half a second
     try:
         main()
-        sys.stdout.flush()
+        print(end="", flush=True)  # not of `sys.stdout`, which is None if it was closed before the start
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None

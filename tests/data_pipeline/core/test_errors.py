@@ -83,3 +83,8 @@ def test_an_error_of_write_and_flush_gets_the_name_of_its_file(tmp_path: Path) -
     with pytest.raises(OSError) as raised, filename_in_errors(tmp_path):
         raise OSError(errno.EROFS, "Read-only file system", "other")
     assert raised.value.filename == "other"
+
+
+def test_a_command_whose_output_was_closed_before_it_started_ends_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    run_command(lambda: print("done"))
