@@ -7,6 +7,7 @@ in every step and read the result one step later, so that no rank waits for it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -104,5 +105,6 @@ class StopRequests:
                 raise KeyboardInterrupt
             self._is_interrupted = True
             if rank() == 0:
-                os.write(sys.stderr.fileno(), _ON_CTRL_C)  # a signal may come in the middle of any other output
+                with contextlib.suppress(OSError):  # a notebook's stderr is no file, and a terminal may be gone
+                    os.write(sys.stderr.fileno(), _ON_CTRL_C)  # a signal may come in the middle of any other output
         self._warned_by = signal.Signals(number)

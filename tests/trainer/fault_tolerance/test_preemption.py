@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import io
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -106,6 +108,13 @@ def test_a_run_under_nohup_outlives_its_terminal(set_hangup: Callable[[Any], Any
         assert not requests.agreed()
         assert not requests.agreed()
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def test_an_interrupt_in_a_notebook_asks_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())  # has no descriptor
+    with StopRequests({}) as requests:
+        signal.raise_signal(signal.SIGINT)
+        assert requests.agreed()
 
 
 def ask_before_rank_0() -> bool:
