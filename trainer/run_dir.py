@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 LOCK_NAME = ".lock"
 _BEAT_SECONDS, _WATCH_SECONDS = 2.0, 10.0  # between two heartbeats of the owner of a directory, and for seeing one
-_HERE = f" on {socket.gethostname()},"
+# The process ids of a container are its own, although it may have the name of its host.
+_HERE = f" on {socket.gethostname()} ({Path('/proc/self/ns/pid').resolve().name}),"
 _END_BYTES = 2**15  # of metrics.jsonl, which `RunDir.read_last_metrics` reads: a hundred lines or more
 
 

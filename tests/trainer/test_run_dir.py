@@ -18,7 +18,7 @@ from data_pipeline.core.errors import UserError
 from launch.states import status_of
 from tests.trainer.reports.made_runs import make_run
 from trainer.checkpoint.save import CheckpointWriter
-from trainer.run_dir import RunDir, TakenError, hold, is_held, steps_in
+from trainer.run_dir import LOCK_NAME, RunDir, TakenError, hold, is_held, steps_in
 from trainer.training_log import open_tracker
 
 GOOD = {"step": 3, "epoch": 0, "train/loss": 1.5}
@@ -156,6 +156,16 @@ def test_a_data_worker_does_not_hold_the_run_directory_of_a_rank_that_was_killed
 def fast_hearts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.run_dir._BEAT_SECONDS", 0.05)
     monkeypatch.setattr("trainer.run_dir._WATCH_SECONDS", 1.0)
+
+
+def test_a_process_of_a_container_with_the_name_of_its_host_is_one_of_another_machine(tmp_path: Path) -> None:
+    with hold(RunDir(tmp_path)):
+        name = (tmp_path / LOCK_NAME).read_text()
+    dead = re.sub("process [0-9]+", "process 999999999", name)
+    elsewhere = re.sub(r"\(.*\)", "(pid:[7])", dead)
+    for owner, holds in ((dead, False), (elsewhere, True)):
+        (tmp_path / LOCK_NAME).write_text(owner)
+        assert is_held(RunDir(tmp_path)) is holds
 
 
 @pytest.mark.usefixtures("fast_hearts")
