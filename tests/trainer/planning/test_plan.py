@@ -169,3 +169,8 @@ def test_sounds_are_planned_by_their_spectrograms(recipe: str) -> None:
 def test_what_counts_pictures_or_classes_is_not_planned_before_its_dataset_is_built(run: str) -> None:
     with pytest.raises(UserError, match="build it first"):
         plan(configure(run), world_size=1, train=None, device_gigabytes=None)
+
+
+def test_parts_that_do_not_divide_the_batch_of_a_rank_are_refused() -> None:
+    with pytest.raises(UserError, match="micro_batches 2 does not divide the 1 samples of a batch on each of 16 ranks"):
+        plan(configure("micro batches"), world_size=16, train=train_set(), device_gigabytes=None)
