@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
+import pytest
 import torch
 from torch import Tensor
 
 from configs import resolve_recipe
 from data_pipeline.core.batch import Batch
+from data_pipeline.core.errors import UserError
 from trainer.build import Training, assemble
 from trainer.modules import build_modules
 from trainer.objectives import BaseObjectiveConfig, Objective, ObjectiveInputs, ObjectiveOutput, ViewPair
@@ -109,3 +111,13 @@ def test_an_objective_of_samples_gets_the_pictures_without_a_view() -> None:
     ((pair, (_, _, z_BD)),) = objective.seen
     assert torch.equal(pair.further_views[0], batch().inputs_a.float() / 255)
     torch.testing.assert_close(z_BD, training.modules.encoder(pair.further_views[0].double()).detach())
+
+
+def test_sounds_and_an_encoder_that_prunes_the_second_view_have_no_samples_as_negatives() -> None:
+    samples = "objective={kind: nt_xent, negatives: samples}"
+    for recipe, more, why in (
+        ("debug:image", ["encoder.late_pruning={}"], "and takes no samples"),
+        ("debug:audio", [], "is for pictures, not for sounds"),
+    ):
+        with pytest.raises(UserError, match=why):
+            resolve_recipe(recipe, [samples, *more])

@@ -50,6 +50,7 @@ def test_what_is_encoded_is_read_back_by_us_and_by_libsndfile(
     ("data", "reason"),
     [
         (b"", "no WAV"),
+        (wav(np.zeros(20, dtype=np.int16)).replace(b"fmt ", b"fmx "), "not a WAV that can be read"),
         (wav(np.zeros(20, dtype=np.int16))[:-2], "cut off"),
         (wav(np.zeros((20, 2), dtype=np.int16)), r"points \(20, 2\)"),
         (wav(np.zeros(20, dtype=np.int16), subtype="PCM_24"), "int32"),

@@ -239,3 +239,15 @@ def test_a_copy_in_another_process_reads_the_same_also_in_threads(zipped: bool, 
     with files.open(names[0]) as file:
         file.seek(2)
         assert file.read(2) == b"00"
+
+
+def test_a_damaged_zip_is_named(tmp_path: Path) -> None:
+    files = write(tmp_path / "root.zip", {"a/1.png": None, "b/1.png": None}, zipped=True)
+    data = bytearray((tmp_path / "root.zip").read_bytes())
+    data[data.index(b"a/1.png") + 9] ^= 255
+    (tmp_path / "root.zip").write_bytes(data)
+    with pytest.raises(ValueError, match="it cannot be unpacked"):
+        files.read("a/1.png")
+    (tmp_path / "root.zip").write_bytes(data[:-30])
+    with pytest.raises(UserError, match=r"root\.zip is no folder, zip, tar or table of files; name"):
+        open_files(tmp_path / "root.zip")

@@ -270,6 +270,11 @@ def test_a_field_may_hold_an_equals_sign_and_its_extension_capitals_and_a_dot(wo
 # --- overlays
 
 
+def test_a_label_that_is_named_twice_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--label names a twice \(cls and txt\); give each label once"):
+        parse_labels(["a=cls", "a=txt"])
+
+
 @NAMES.register("bar")
 class Bar(PictureOverlay):
     """A bar with two labels, whose colour class is the base label of the picture if that is given."""

@@ -46,7 +46,9 @@ def bits_shown(overlay: Boolean, pictures: Tensor, **keys: int) -> Tensor:
 @pytest.mark.parametrize(("degree", "easy_degree"), [(1, 1), (2, 1), (3, 2), (4, 4)])
 def test_a_feature_is_the_parity_of_its_bits_in_every_view_and_epoch(degree: int, easy_degree: int) -> None:
     overlay, pictures = boolean(degree=degree, easy_degree=easy_degree, size=4), random_pictures(NUM, shape=(1, 8, 8))
-    labels = overlay(pictures, keys_of(NUM)).labels
+    found = overlay(pictures, keys_of(NUM))
+    labels = found.labels
+    assert found.inputs.shape == (NUM, *overlay.output_shape((1, 8, 8))) == (NUM, 8, 8, 8)
     assert [is_uniform(labels[name], 2) for name in (OVERLAY, CORE)] == [True, True]
     assert is_uniform(labels[OVERLAY] * 2 + labels[CORE], 4)  # independent without a correlation
     for keys in ({}, {"view": 1}, {"epoch": 3}, {"seed": 7}):

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from data_pipeline.core.errors import UserError
 from tests.tiny_data import write_tiny_pair
@@ -23,6 +25,19 @@ def test_planted_clusters_stay_clusters_in_the_map() -> None:
     assert found is not None
     assert found > 0.7
     np.testing.assert_array_equal(map_of(x_NC, perplexity=30, seed=seed), points_N2)
+
+
+def test_a_run_has_a_map_for_each_label_in_the_colours_of_its_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, run=DropBottom(0.0))
+    run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=8, num_test=80))
+    png_path, json_path = ANALYSIS.analyze([LoadedRun(run_dir)], config=TSNEConfig(num_samples=70))
+    pixels = np.asarray(Image.open(png_path).convert("RGB"))
+    for panel in np.split(pixels, [pixels.shape[1] // 2], axis=1):
+        assert {tuple(pixel) for pixel in panel.reshape(-1, 3)} >= {(31, 119, 180), (255, 127, 14)}
+    scores = json.loads(json_path.read_text())["silhouette"]
+    assert max(scores["base"], scores["overlay"]) > 0.2
 
 
 @pytest.mark.parametrize("value", [1.0, float("nan")])

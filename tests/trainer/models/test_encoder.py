@@ -197,7 +197,7 @@ def test_under_autocast_only_the_trunk_is_in_bfloat16() -> None:
     assert torch.equal(embeddings_BD, encoder.head(pooled_BC))
 
 
-def test_one_channel() -> None:
+def test_one_channel_and_numbers_that_do_not_fit() -> None:
     encoder = build_encoder(
         ResNetConfig(kind="resnet10", width=4, in_channels=1, mean=(-90.293,), std=(11.799,)), normalization=CIFAR10
     ).eval()
@@ -208,6 +208,13 @@ def test_one_channel() -> None:
     ]:
         with pytest.raises(ValueError, match=r"the encoder takes [13] channels \(in_channels\), got views"):
             wrong(views_BCHW)
+    for settings, said in (
+        ({"in_channels": 1, "mean": CIFAR10.mean, "std": CIFAR10.std}, "in_channels is 1, but there are 3 numbers in"),
+        ({"mean": CIFAR10.mean}, "mean and std belong together; set both, or neither"),
+        ({"width": 32}, "width is 32, but a resnet18 has width 64"),
+    ):
+        with pytest.raises(UserError, match=said):
+            ResNetConfig.parse({"kind": "resnet18"} | settings, where="encoder")
 
 
 def test_an_encoder_normalises_by_the_data_unless_its_config_says_otherwise() -> None:

@@ -69,6 +69,8 @@ def test_batch_norms_with_an_activation_keep_their_names_and_results() -> None:
 
 
 def test_a_size_that_the_model_refuses() -> None:
+    with pytest.raises(UserError, match="num_classes cannot be set here"):
+        TimmConfig.parse({"name": "test_vit", "options": {"num_classes": 3}}, where="encoder")
     with pytest.raises(UserError, match=r'timm cannot build "test_vitt" with options \(\): Unknown model'):
         build_encoder(TimmConfig(name="test_vitt"), normalization=CIFAR10)
     options: dict[str, Any] = {"img_size": 32, "depth": 1, "embed_dim": 12}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -27,6 +28,7 @@ from trainer.objectives import (
     LinearLossConfig,
     MACLConfig,
     NTXentConfig,
+    NTXentCycleConfig,
     ObjectiveInputs,
     PublishedNTXentConfig,
     SIGRegConfig,
@@ -208,3 +210,10 @@ def test_temperatures_out_of_range_are_refused(name: str) -> None:
     for wrong in (0.0, -1.0):
         with pytest.raises(ValueError, match="temperature"):
             loss(z_BD, z_BD, **settings | {"temperature": wrong})
+
+
+def test_a_temperature_that_would_fall_to_zero_and_a_range_that_descends_are_refused() -> None:
+    with pytest.raises(ValidationError, match="sensitivity"):
+        MACLConfig(sensitivity=1.0)
+    with pytest.raises(ValidationError, match="exchange the two"):
+        NTXentCycleConfig(lowest=0.5, highest=0.1)

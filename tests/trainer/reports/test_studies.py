@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.axes import Axes
+from PIL import Image
 
 from configs.resolve import resolve_study
 from data_pipeline.core.errors import UserError
 from tests.trainer.reports.made_runs import PROVENANCE, make_run, probe_result, report
 from trainer.config import RunConfig, read_run_config
+from trainer.reports.charts import rank_scatter
 from trainer.reports.studies import read_published, study
 from trainer.run_dir import RunDir, write_json
 
@@ -139,6 +143,14 @@ def test_errors_of_one_method_and_dataset_are_drawn_over_the_concentration_of_th
         "delta 9": {"a": (0.7, 39), "ab": (0.3, 20), "abc": (0.6, 30)},
         "delta 10": {"a": (0.5, 39), "ab": (0.6, 20), "abc": (0.4, 30)},
     }
+
+
+def test_a_panel_names_its_rank_correlation(monkeypatch: pytest.MonkeyPatch) -> None:
+    titles: list[str] = []
+    monkeypatch.setattr(Axes, "set_title", lambda axes, title, **style: titles.append(title))
+    png = rank_scatter({"one": {"a": (0, 1), "b": (1, 3), "c": (2, 2)}}, x_label="x", y_label="y")
+    assert titles == ["one: rank correlation 0.50, p 0.67"]
+    assert Image.open(io.BytesIO(png)).size[0] > 200
 
 
 def test_two_configurations_never_fill_one_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
