@@ -296,3 +296,28 @@ def test_the_report_at_wandb_is_made_once_and_then_renewed(
     assert sent_page.metadata.run_sets[0].filters["filters"][0]["value"] == [report_id]
     sent = [name for name in report_run.files if name.startswith("media/html/report_")]
     assert report_run.files[sent[-1]] == page.read_bytes()
+
+
+@pytest.mark.parametrize("lacks", ["library", "login"])
+def test_without_library_or_login_the_page_is_there_and_one_sentence(
+    lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if lacks == "library":
+        monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
+    monkeypatch.setattr("wandb.login", lambda prompt: False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    run, page = make_run(tmp_path / "run", trained={"base": [0.4]}), tmp_path / "r.html"
+    monkeypatch.setattr(sys, "argv", ["report", str(run), "--out", str(page), "--wandb"])
+    with pytest.raises(UserError, match=r"reports\]'" if lacks == "library" else "login"):
+        main()
+    assert page.is_file()
+
+
+@pytest.mark.slow
+def test_wandb_offline_keeps_the_very_page_for_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, out = make_run(tmp_path / "run", trained={"base": [0.4]}), tmp_path / "out" / "report.html"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(sys, "argv", ["report", str(run), "--out", str(out), "--wandb"])
+    main()
+    [logged] = (out.parent / "wandb").glob("offline-run-*/files/media/html/*.html")
+    assert logged.read_bytes() == out.read_bytes()
