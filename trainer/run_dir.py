@@ -200,7 +200,7 @@ def is_held(run_dir: RunDir) -> bool:
     """Return whether a process is training in the run directory, by its heartbeat; change nothing."""
     path = run_dir.path / LOCK_NAME
     try:
-        return time.time() - path.stat().st_mtime < _WATCH_SECONDS and _may_live(path)
+        return time.time() - _last_beat(path) < _WATCH_SECONDS and _may_live(path)
     except OSError:
         return False
 
@@ -210,12 +210,18 @@ def _beats(path: Path) -> bool:
     if not _may_live(path):
         return False
     try:
-        before, deadline = path.stat().st_mtime_ns, time.monotonic() + _WATCH_SECONDS
-        while path.stat().st_mtime_ns == before and time.monotonic() < deadline:
+        before, deadline = _last_beat(path), time.monotonic() + _WATCH_SECONDS
+        while _last_beat(path) == before and time.monotonic() < deadline:
             time.sleep(_BEAT_SECONDS / 4)
-        return path.stat().st_mtime_ns != before
+        return _last_beat(path) != before
     except FileNotFoundError:  # it was given back just now
         return False
+
+
+def _last_beat(path: Path) -> float:
+    """Return the time of a lock file. Opens it, because NFS and sshfs keep the times of a file that is not opened."""
+    with path.open("rb") as file:
+        return os.fstat(file.fileno()).st_mtime
 
 
 def _may_live(path: Path) -> bool:
@@ -262,14 +268,18 @@ def runs_of(paths: Sequence[Path]) -> list[Path]:
 
 
 def say_what_is_left_out(paths: Sequence[Path]) -> None:
-    """Print which directories `runs_of` leaves out although they hold runs, such as studies in runs/; if there are."""
+    """Print which directories `runs_of` leaves out although they hold runs, such as studies, or may hold some."""
     outer = [path for path in paths if not RunDir(path).config.is_file()]
     inner = {config.parent.parent for path in outer for config in path.glob("*/*/config.json")}
     named = {path.resolve() for path in paths}
     studies = [path for path in sorted(inner) if not RunDir(path).config.is_file() and path.resolve() not in named]
-    if studies:
-        listed = printable(", ".join(map(str, studies)))
-        print(f"left out, because they hold runs of their own: {listed}; pass the path of each", file=sys.stderr)
+    closed = sorted(place for path in outer for place in path.glob("*/") if not os.access(place, os.X_OK))
+    for places, why in (
+        (studies, "left out, because they hold runs of their own: {}; pass the path of each"),
+        (closed, "left out, because you may not open them: {}; ask their owner"),
+    ):
+        if places:
+            print(why.format(printable(", ".join(map(str, places)))), file=sys.stderr)
 
 
 def read_object(path: Path, *, mend: str) -> dict[str, Any]:

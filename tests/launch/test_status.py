@@ -173,6 +173,18 @@ def test_what_is_left_out_of_the_table_is_named(tmp_path: Path, call: Call) -> N
     assert shown.stderr == ""
 
 
+def test_a_run_that_may_not_be_opened_is_named(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a table of a study would lack it without a word. Root may open all, so that the system is not asked."""
+    make_run(tmp_path, "open", job_id=None)
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != closed)
+    assert (
+        call(status_module.main, tmp_path).stderr
+        == f"left out, because you may not open them: {closed}; ask their owner\n"
+    )
+
+
 @pytest.mark.parametrize("ends", ["finished", "failed"])
 def test_waiting_shows_each_change_and_the_log_and_tells_failure(
     ends: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

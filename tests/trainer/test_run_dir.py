@@ -111,6 +111,22 @@ def test_looking_at_a_directory_neither_takes_it_nor_refuses_it_to_a_trainer(tmp
     assert time.monotonic() - began < 1, "a directory that was given back needs no wait"
 
 
+def test_a_heartbeat_is_seen_where_the_times_of_files_are_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS and sshfs answer stat from what they have seen, for a minute or less, but ask the server when they open."""
+    for name, seconds in (("_BEAT_SECONDS", 0.05), ("_WATCH_SECONDS", 0.5)):
+        monkeypatch.setattr(f"trainer.run_dir.{name}", seconds)
+    with hold(RunDir(tmp_path)):
+        seen, stat = (tmp_path / LOCK_NAME).stat(), Path.stat
+        monkeypatch.setattr(Path, "stat", lambda path, **how: seen if path.name == LOCK_NAME else stat(path, **how))
+        time.sleep(0.6)
+        assert is_held(RunDir(tmp_path))
+        with pytest.raises(UserError, match="another process is training"):
+            hold(RunDir(tmp_path))
+        monkeypatch.undo()
+
+
 def test_of_two_starts_at_the_same_moment_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have seen that nobody trains there."""
     with hold(RunDir(tmp_path)):
