@@ -567,7 +567,7 @@ def test_in_a_single_process_everything_is_trained_by_ddp_and_small_modules_alwa
         ("debug:viewmaker", ["engine.zero_stage=3"], "engine.zero_stage=1 or 2"),
         ("debug:image", ["engine.zero_stage=3", "objective={kind: moco, queue_size: 64}"], "momentum copy"),
         ("debug:image", ["engine.zero_stage=3", "objective.kind=simsiam"], "objective has trained layers"),
-        ("debug:image", ["precision=float64"], "precision float64.*engine.kind=ddp"),
+        ("debug:image", ["precision=float64"], "precision float64.*engine.kind=ddp or fsdp"),
         ("debug:image", ["optimizer={kind: lars}"], "optimizer lars.*engine.kind=ddp"),
         ("debug:image", ["engine.kind=fsdp", "optimizer={kind: lars}"], "optimizer lars.*engine.kind=ddp"),
         ("debug:image", ["engine.kind=fsdp", "compile=both"], "compile=both.*compile=false"),

@@ -55,8 +55,7 @@ class DeepSpeedConfig(BaseEngineConfig):
                 )
         if run.precision == "float64":
             raise UserError(
-                "precision float64 needs engine.kind=ddp; set that, or precision=float32 or bfloat16, which DeepSpeed "
-                "supports"
+                "DeepSpeed has no precision float64; set precision=float32 or bfloat16, or engine.kind=ddp or fsdp"
             )
         if "lars" in {optimizer.kind for optimizer in run.engine_optimizers.values()}:
             raise UserError(
