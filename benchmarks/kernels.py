@@ -72,7 +72,8 @@ _LAUNCHES: Final = {"native_batch_norm": 3, "native_batch_norm_backward": 2}
 _TENSORS_OF_A_LAUNCH: Final = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
 _CHUNK, _CHUNKS_OF_A_LAUNCH = 65_536, 320
 _TENSORS_OF_A_CAT: Final = 128
-# Of an H100 or H200: instructions of a warp in a microsecond (132 processors with four schedulers, 1.7 GHz), and bytes.
+# In a microsecond, an H100 or H200 issues so many instructions of warps (132 processors with four schedulers each, at
+# 1.7 GHz), and moves so many bytes.
 _INSTRUCTIONS_PER_US: Final = 132 * 4 * 1700
 _BYTES_PER_US: Final = 4_000_000
 _NUM_CHOSEN: Final = 6  # programs that are run for their work
@@ -337,7 +338,7 @@ def table(counters: Mapping[str, KernelCounter]) -> str:
 
 @dataclass(frozen=True)
 class Work:
-    """What launches of a kernel with equal sizes ask of a GPU, in microseconds each: see the docstring of the file."""
+    """Launches of a kernel with equal sizes, and the microseconds that each needs for instructions and for sectors."""
 
     name: str
     programs: tuple[int, ...]
@@ -363,10 +364,10 @@ def work_of(counter: KernelCounter) -> list[Work]:
         chosen = sorted({number * (num - 1) // (_NUM_CHOSEN - 1) for number in range(_NUM_CHOSEN)})
         machine = machine_of(kernel, programs, *map(_with_data, arguments), chosen=chosen, **constants)
         machine.run()
-        work = {name: value * num / len(chosen) for name, value in machine.work.items()}
-        sectors = work.get("sectors read", 0) + work.get("sectors written", 0)
+        work, of_all = machine.work, num / len(chosen)
+        sectors = work["sectors read"] + work["sectors written"]
         shape = next((tuple(each.shape) for each in arguments if isinstance(each, Tensor) and each.dim() > 1), ())
-        times = work["instructions"] / _INSTRUCTIONS_PER_US, sectors * SECTOR / _BYTES_PER_US
+        times = of_all * work["instructions"] / _INSTRUCTIONS_PER_US, of_all * sectors * SECTOR / _BYTES_PER_US
         works.append(Work(kernel.fn.__name__, programs, shape, len(equal), *times))
     return sorted(works, key=lambda each: -each.bound_us)
 

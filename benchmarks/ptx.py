@@ -59,7 +59,7 @@ _OF_ONE: Final[Mapping[str, Callable[[Array], Array]]] = {
 
 
 class KernelError(Exception):
-    """What a GPU would not allow, or would do in another order from time to time."""
+    """An access that a GPU does not allow, or whose result depends on the order of its warps."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class Machine:
             here = place == now
             one = self._code[now]
             place[here] += 1
-            self.work["instructions"] += int(here[::WARP].sum()) if here.all() else len(np.unique(self._warp[here]))
+            self.work["instructions"] += int(here.reshape(-1, WARP).any(1).sum())
             does = here & (self._registers[one.predicate] ^ one.negated) if one.predicate else here
             if not does.any():
                 continue
@@ -391,21 +391,22 @@ class Machine:
         if (parts.any(1) != parts.all(1)).any():
             raise KernelError(f"only a part of {size} threads gets here")
 
-    def _access(self, memory: _Memory, address: Array, data: Array | int, does: Array) -> tuple[Array, Array]:
-        """Note a write of `data` (N, bytes), or a read of so many bytes. Returns threads (K,) and places (K, bytes)."""
+    def _access(
+        self, memory: _Memory, address: Array, num_bytes: int, does: Array, data: Array | None = None
+    ) -> tuple[Array, Array]:
+        """Note a read, or a write of `data` (N, bytes). Returns the threads (K,) and their places (K, bytes)."""
         threads = np.flatnonzero(does)
-        is_read = isinstance(data, int)
         first = address[threads]
         if memory is self._shared:
-            if (first < 0).any() or (first >= self._bytes_of_a_program).any():
+            if (first < 0).any() or (first + num_bytes > self._bytes_of_a_program).any():
                 raise KernelError("shared memory: an address is outside of what there is")
             first = first + self._program[threads] * self._bytes_of_a_program
-        places = memory.places(first, data if isinstance(data, int) else data.shape[1])
+        places = memory.places(first, num_bytes)
         barriers = self._barriers[self._program[threads]]
-        memory.note(places, self._warp[threads], barriers, None if is_read else data[threads])  # type: ignore[index]
+        memory.note(places, self._warp[threads], barriers, None if data is None else data[threads])
         if memory is self._global:
             sectors = np.unique(np.stack([self._warp[threads], first // SECTOR]), axis=1).shape[1]
-            self.work["sectors read" if is_read else "sectors written"] += sectors
+            self.work["sectors read" if data is None else "sectors written"] += sectors
         return threads, places
 
     def _load(self, memory: _Memory, address: Array, num_bytes: int, does: Array) -> Array:
@@ -415,7 +416,7 @@ class Machine:
         return data
 
     def _store(self, memory: _Memory, address: Array, data: Array, does: Array) -> None:
-        threads, places = self._access(memory, address, data, does)
+        threads, places = self._access(memory, address, data.shape[1], does, data)
         memory.bytes[places] = data[threads]
         if (memory.bytes[places] != data[threads]).any():
             raise KernelError(f"{memory.name} memory: threads write different values to one place")
@@ -472,7 +473,7 @@ class Machine:
             size = int(one.operands[2], 0)
             is_read = does & (self._read(one.operands[3], "u32") > 0) if len(one.operands) > 3 else does
             data = self._load(self._global, self._address(one.operands[1]), size, is_read)
-            threads, places = self._access(self._shared, self._address(one.operands[0]), data, does)
+            threads, places = self._access(self._shared, self._address(one.operands[0]), size, does, data)
             self._copies.append((threads, self._num_groups[threads], places, data[threads]))
 
     def _ldmatrix(self, one: Instruction, does: Array) -> None:

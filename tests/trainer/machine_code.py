@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
+import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from benchmarks import ptx
 from benchmarks.kernels import launched_by
@@ -26,7 +25,7 @@ CAPABILITIES: Final = (80, 90, 100)
 def on_the_cpu(capability: int = 90) -> Iterator[mock.Mock]:
     """Let kernels take tensors of a CPU, which runs their machine code; yields what counts their launches.
 
-    capability: that of the GPU for which they are compiled: 80 is an A100, 90 an H100 or H200, 100 a B200.
+    capability: the GPU for which they are compiled. 80 is an A100, 90 an H100 or H200, 100 a B200.
     """
     launches = mock.Mock(wraps=functools.partial(ptx.launch, capability=capability))
     with mock.patch.object(triton_works, "DEVICE", "cpu"), launched_by(launches):
@@ -34,20 +33,19 @@ def on_the_cpu(capability: int = 90) -> Iterator[mock.Mock]:
 
 
 def compiled_for_an_h100(kernel: Any, half: Collection[str], constants: Mapping[str, Any], *, num_warps: int) -> Any:
-    """Return the code of a kernel, as a launch makes it: the arguments of `half` are pointers to bfloat16.
+    """Return the code of a kernel, as a launch makes it: the arguments of `half` are tensors in bfloat16.
 
-    All pointers, and numbers of channels, are multiples of 16 bytes.
+    All tensors, and numbers of channels, are multiples of 16 bytes.
     """
-    signature, attributes = {}, {}
-    for number, name in enumerate(kernel.arg_names):
-        is_pointer = name.endswith("_ptr")
-        scalar = "fp32" if name in {"eps", "momentum", "budget"} else "i32"
-        pointer = "*bf16" if name in half else "*fp32"
-        signature[name] = "constexpr" if name in constants else pointer if is_pointer else scalar
-        if is_pointer or name == "channels":
-            attributes[(number,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=dict(constants), attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}).asm
+
+    def argument(name: str) -> Any:
+        if name in constants:
+            return constants[name]
+        if name.endswith("_ptr"):
+            return torch.bfloat16 if name in half else torch.float32
+        return 1e-5 if name in {"eps", "momentum", "budget"} else 64
+
+    return ptx.compiled_for(90, kernel, (1,), *map(argument, kernel.arg_names), num_warps=num_warps).asm
 
 
 def assert_in_registers(asm: Mapping[str, Any], directory: Path, *, most: int) -> None:
